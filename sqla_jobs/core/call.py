@@ -1,0 +1,86 @@
+"""A call of a task that is to become a job: its kind, its arguments, and its options. Pure."""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqla_jobs.core.payload import Encoded
+from sqla_jobs.errors import ConfigurationError
+
+__all__ = ["Call", "Options", "check_name"]
+
+_SMALLINT = 2**15
+#: PostgreSQL's timestamps end; nobody waits so long, and a typo in a unit should not fail at flush.
+_LONGEST = timedelta(days=36_525)
+
+
+def check_name(what: str, name: object) -> str:
+    """A queue or kind that the database takes. Raises `ConfigurationError`."""
+    if not isinstance(name, str):
+        raise ConfigurationError(f"{what} must be a str, got {type(name).__name__}")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"{what} {name!r} holds a lone surrogate, which is not text") from None
+    if "\0" in name:
+        raise ConfigurationError(f"{what} {name!r} holds U+0000, which PostgreSQL cannot store")
+    if not 1 <= size <= 200:
+        raise ConfigurationError(f"{what} must have 1 to 200 bytes, {name[:40]!r} has {size}")
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a job is enqueued. Checked when made, so that nothing is refused at flush.
+
+    `delay` counts from the moment of the INSERT by the database's clock; `run_at` is a moment with its
+    time zone; `expires` is either, and a job not claimed by then is cancelled.
+    """
+
+    queue: str = "default"
+    priority: int = 0
+    delay: timedelta | None = None
+    run_at: datetime | None = None
+    expires: timedelta | datetime | None = None
+    max_attempts: int = 20
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_name("queue", self.queue)
+        if not -_SMALLINT <= self.priority < _SMALLINT:
+            raise ConfigurationError(f"priority must fit a smallint (-32768 to 32767), got {self.priority}")
+        if not 1 <= self.max_attempts < 2**31:
+            raise ConfigurationError(f"max_attempts must be 1 or more, got {self.max_attempts}")
+        if self.delay is not None and self.run_at is not None:
+            raise ConfigurationError("give delay or run_at, not both")
+        for name in ("delay", "run_at", "expires"):
+            _check_moment(name, getattr(self, name))
+        for tag in self.tags:
+            check_name("tag", tag)
+
+
+def _check_moment(name: str, value: object) -> None:
+    match value:
+        case None:
+            return
+        case timedelta():
+            if not timedelta(0) <= value <= _LONGEST:
+                raise ConfigurationError(f"{name} must lie between 0 and 100 years, got {value}")
+        case datetime():
+            if value.utcoffset() is None:
+                raise ConfigurationError(
+                    f"{name} {value.isoformat()} has no time zone: which moment it means would depend on "
+                    "the session; use datetime.now(UTC) or .replace(tzinfo=ZoneInfo(...))"
+                )
+        case _:
+            raise ConfigurationError(
+                f"{name} takes a timedelta or a datetime with a time zone, got {type(value).__name__}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a task, ready to be written."""
+
+    kind: str
+    arguments: Encoded
+    options: Options

@@ -1,0 +1,41 @@
+"""How long finished jobs are kept. Pure."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from sqla_jobs.errors import ConfigurationError
+
+__all__ = ["Retention"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """How long finished jobs are kept: zero deletes at once, None keeps for ever.
+
+    `done` and `cancelled` jobs are kept in the archive, `failed` ones in the jobs table as dead letters.
+
+    Raises `ConfigurationError` for a negative duration.
+
+    >>> Retention(done=timedelta(0)).keeps_done
+    False
+    """
+
+    done: timedelta | None = timedelta(days=7)
+    cancelled: timedelta | None = timedelta(days=7)
+    failed: timedelta | None = timedelta(days=90)
+
+    def __post_init__(self) -> None:
+        for name in ("done", "cancelled", "failed"):
+            value = getattr(self, name)
+            if value is not None and value < timedelta(0):
+                raise ConfigurationError(f"retention of {name} jobs must not be negative, got {value}")
+
+    @property
+    def keeps_done(self) -> bool:
+        """Whether a done job is archived at all."""
+        return self.done != timedelta(0)
+
+    @property
+    def keeps_cancelled(self) -> bool:
+        """Whether a cancelled job is archived at all."""
+        return self.cancelled != timedelta(0)
