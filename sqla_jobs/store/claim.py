@@ -1,0 +1,219 @@
+"""Take due jobs of one queue for a lease. One statement; other workers' rows are skipped, never waited for.
+
+Claims at most what is asked for, under every plan: the ids are locked in an array sub-select, which
+PostgreSQL evaluates once. Does not decide how much or when (core.dispatch), nor run anything.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from functools import cache
+from typing import NamedTuple
+
+from sqlalchemy import (
+    Boolean,
+    Connection,
+    Double,
+    Executable,
+    Table,
+    Text,
+    Update,
+    and_,
+    any_,
+    bindparam,
+    cast,
+    extract,
+    func,
+    lateral,
+    literal_column,
+    not_,
+    or_,
+    select,
+    true,
+    update,
+)
+
+from sqla_jobs.core.leases import Lease
+from sqla_jobs.core.lifecycle import JobStatus
+from sqla_jobs.models import Tables
+from sqla_jobs.store.parts import (
+    CLOCK,
+    IDS,
+    LEASE,
+    LIMIT,
+    OWNER,
+    QUEUE,
+    RELATION,
+    STATEMENT_TIME,
+    announced,
+    status,
+)
+
+__all__ = ["ClaimedJob", "claim", "next_due_in", "release_unknown"]
+
+READY, RUNNING = status(JobStatus.READY), status(JobStatus.RUNNING)
+
+
+class ClaimedJob(NamedTuple):
+    """What the worker needs to run an attempt.
+
+    `payload` is JSON text: it is decoded inside the attempt, so that one row that cannot be decoded
+    never fails the fetch of a whole claim.
+    """
+
+    lease: Lease
+    kind: str
+    payload: str
+    attempt: int
+    max_attempts: int
+    priority: int
+    due: float  # run_at, epoch seconds
+
+
+@cache
+def claim_statement(jobs: Table) -> Update:
+    """Due, ready, unkeyed rows in the order of the claim index.
+
+    Why not `UPDATE .. FROM (sub-select)`: a nested loop may run the locking sub-select again for every
+    row and pass the limit (field case B30). FOR NO KEY UPDATE: a user's foreign key to jobs takes KEY
+    SHARE, which FOR UPDATE would skip.
+    """
+    c = jobs.c
+    eligible = and_(
+        c.queue == QUEUE,
+        c.status == READY,
+        c.ordering_key.is_(None),
+        c.run_at <= STATEMENT_TIME,
+        # guarantee 5: a prefetched last attempt would be failed by a crash beside it, without a start
+        or_(not_(bindparam("prefetch", type_=Boolean)), c.attempts + literal_column("1") < c.max_attempts),
+        # an expired row that was never claimed is not started; store.rescue cancels it
+        or_(c.expires_at.is_(None), c.expires_at > STATEMENT_TIME, c.fencing_token > literal_column("0")),
+    )
+    chosen = (
+        select(c.id)
+        .where(eligible)
+        .order_by(c.priority.desc(), c.run_at, c.id)
+        .limit(LIMIT)
+        .with_for_update(skip_locked=True, key_share=True)
+    )
+    return (
+        update(jobs)
+        .where(c.queue == QUEUE, c.status == READY, c.id == any_(func.array(chosen.scalar_subquery())))
+        .values(
+            status=RUNNING,
+            attempts=c.attempts + literal_column("1"),
+            fencing_token=c.fencing_token + literal_column("1"),
+            locked_by=OWNER,
+            locked_until=CLOCK + LEASE,
+            started_at=CLOCK,
+            progress=None,
+        )
+        .returning(
+            c.id,
+            c.fencing_token,
+            c.kind,
+            cast(c.payload, Text),
+            c.attempts,
+            c.max_attempts,
+            c.priority,
+            cast(extract("epoch", c.run_at), Double),
+        )
+    )
+
+
+def claim(
+    connection: Connection,
+    tables: Tables,
+    *,
+    queue: str,
+    owner: str,
+    limit: int,
+    lease: timedelta,
+    prefetch: bool = False,
+) -> list[ClaimedJob]:
+    """Claim at most `limit` due jobs of `queue` for `owner`; best first."""
+    rows = connection.execute(
+        claim_statement(tables.jobs),
+        {"q": queue, "owner": owner, "limit": limit, "lease": lease, "prefetch": prefetch},
+    ).all()
+    claimed = [ClaimedJob(Lease(queue, row[0], row[1], owner), *row[2:]) for row in rows]
+    # RETURNING promises no order
+    claimed.sort(key=_claim_order)
+    return claimed
+
+
+def _claim_order(job: ClaimedJob) -> tuple[int, float, int]:
+    return -job.priority, job.due, job.lease.id
+
+
+@cache
+def next_due_statement(jobs: Table) -> Executable:
+    """Seconds until the first future job of a queue.
+
+    min(run_at) over the queue would read every ready row: the index sorts by priority first. So the
+    priorities in use are found by a loose scan, and each gives its first future row.
+    """
+    c = jobs.c
+    live = and_(c.queue == QUEUE, c.status == READY, c.ordering_key.is_(None))
+    highest = select(c.priority).where(live).order_by(c.priority.desc()).limit(literal_column("1"))
+    lanes = select(highest.scalar_subquery().label("priority")).cte("lanes", recursive=True)
+    below = (
+        select(c.priority)
+        .where(live, c.priority < lanes.c.priority)
+        .order_by(c.priority.desc())
+        .limit(literal_column("1"))
+        .scalar_subquery()
+    )
+    lanes = lanes.union_all(select(below).where(lanes.c.priority.is_not(None)))
+    first = lateral(
+        select(c.run_at)
+        .where(live, c.priority == lanes.c.priority, c.run_at > STATEMENT_TIME)
+        .order_by(c.run_at)
+        .limit(literal_column("1"))
+    )
+    return select(cast(extract("epoch", func.min(first.c.run_at) - CLOCK), Double)).select_from(
+        lanes.join(first, true())
+    )
+
+
+def next_due_in(connection: Connection, tables: Tables, *, queue: str) -> float | None:
+    """Seconds until the next job of `queue` becomes due; None when no job waits for its time."""
+    seconds = connection.scalar(next_due_statement(tables.jobs), {"q": queue})
+    return None if seconds is None else max(0.0, float(seconds))
+
+
+@cache
+def release_unknown_statement(jobs: Table) -> Executable:
+    """Rows that run under our name although no answer ever told us of them."""
+    c = jobs.c
+    unknown = (
+        select(c.id)
+        .where(c.queue == QUEUE, c.status == RUNNING, c.locked_by == OWNER, c.id != func.all(IDS))
+        .order_by(c.id)
+        .with_for_update(skip_locked=True, key_share=True)
+        .cte("unknown")
+        .prefix_with("MATERIALIZED")
+    )
+    released = (
+        update(jobs)
+        .where(c.queue == QUEUE, c.id == unknown.c.id)
+        .values(
+            status=READY,
+            attempts=c.attempts - literal_column("1"),
+            locked_by=None,
+            locked_until=None,
+            started_at=None,
+        )
+        .returning(RELATION, c.id, c.queue, c.priority, c.run_at, c.status)
+        .cte("released")
+    )
+    return select(func.count(), announced(released)).select_from(released)
+
+
+def release_unknown(
+    connection: Connection, tables: Tables, *, queue: str, owner: str, known: Iterable[int]
+) -> int:
+    """After a claim whose answer was lost: give back what it took. Returns how many jobs that were."""
+    row = connection.execute(
+        release_unknown_statement(tables.jobs), {"q": queue, "owner": owner, "ids": list(known)}
+    ).one()
+    return int(row[0])

@@ -1,0 +1,107 @@
+"""Prolong leases, many at a time.
+
+SKIP LOCKED in id order: a row that its own settle holds, in a handler's slow commit, must not stall the
+prolongation of all others. A lease that is not prolonged is looked at before it is called lost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+
+from sqlalchemy import Connection, Executable, Table, Update, func, select, update
+
+from sqla_jobs.core.leases import Lease
+from sqla_jobs.core.lifecycle import JobStatus
+from sqla_jobs.models import Tables
+from sqla_jobs.store.parts import CLOCK, IDS, LEASE, OWNER, QUEUE, leases_given, status
+
+__all__ = ["Prolonged", "prolong"]
+
+RUNNING = status(JobStatus.RUNNING)
+
+
+@dataclass(slots=True)
+class Prolonged:
+    """Kept and prolonged; of these, cancel requested; held by somebody for now; lost."""
+
+    kept: list[Lease] = field(default_factory=list)
+    cancel_requested: list[Lease] = field(default_factory=list)
+    busy: list[Lease] = field(default_factory=list)
+    lost: list[Lease] = field(default_factory=list)
+
+
+@cache
+def prolong_statement(jobs: Table) -> Update:
+    """Move the end of our leases to a full lease from now."""
+    c = jobs.c
+    given = leases_given()
+    held = (
+        select(c.id)
+        .where(
+            c.queue == QUEUE,
+            c.status == RUNNING,
+            c.id == given.c.id,
+            c.fencing_token == given.c.token,
+            c.locked_by == OWNER,
+        )
+        .order_by(c.id)
+        .with_for_update(of=jobs, skip_locked=True, key_share=True)
+        .cte("held")
+        .prefix_with("MATERIALIZED")
+    )
+    return (
+        update(jobs)
+        .where(c.queue == QUEUE, c.id == held.c.id)
+        .values(locked_until=CLOCK + LEASE)
+        .returning(c.id, c.cancel_requested_at.is_not(None))
+    )
+
+
+@cache
+def ours_statement(jobs: Table) -> Executable:
+    """Which of the ids still run, and under which token and owner."""
+    c = jobs.c
+    return select(c.id, c.fencing_token, c.locked_by).where(
+        c.queue == QUEUE, c.status == RUNNING, c.id == func.any(IDS)
+    )
+
+
+def prolong(
+    connection: Connection, tables: Tables, leases: Sequence[Lease], *, lease: timedelta
+) -> Prolonged:
+    """Prolong leases of one queue and one owner."""
+    first = leases[0]
+    rows = connection.execute(
+        prolong_statement(tables.jobs),
+        {
+            "q": first.queue,
+            "owner": first.owner,
+            "lease": lease,
+            "ids": [each.id for each in leases],
+            "tokens": [each.token for each in leases],
+        },
+    ).all()
+    cancel_requested = {row[0]: row[1] for row in rows}
+    prolonged = Prolonged()
+    missing: list[Lease] = []
+    for each in leases:
+        if each.id not in cancel_requested:
+            missing.append(each)
+            continue
+        prolonged.kept.append(each)
+        if cancel_requested[each.id]:
+            prolonged.cancel_requested.append(each)
+    if missing:
+        _look(connection, tables, missing, prolonged)
+    return prolonged
+
+
+def _look(connection: Connection, tables: Tables, missing: Sequence[Lease], prolonged: Prolonged) -> None:
+    rows = connection.execute(
+        ours_statement(tables.jobs), {"q": missing[0].queue, "ids": [each.id for each in missing]}
+    )
+    running = {(row[0], row[1], row[2]) for row in rows}
+    for each in missing:
+        still_ours = (each.id, each.token, each.owner) in running
+        (prolonged.busy if still_ours else prolonged.lost).append(each)

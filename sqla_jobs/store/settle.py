@@ -1,0 +1,386 @@
+"""Write the outcomes of attempts, each fenced by its lease.
+
+One statement settles many jobs of one queue: rows still ours move to the archive or back to ready, rows
+that are no longer ours are left alone and reported. Does not decide anything: verdicts come from
+core.lifecycle. Called with a held connection in AUTOCOMMIT, or with a handler's own transaction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    Double,
+    Executable,
+    Integer,
+    Select,
+    Table,
+    TableValuedAlias,
+    Text,
+    and_,
+    case,
+    cast,
+    delete,
+    func,
+    literal_column,
+    null,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.exc import DataError, IntegrityError
+
+from sqla_jobs.core.leases import Lease
+from sqla_jobs.core.lifecycle import JobStatus, Verdict
+from sqla_jobs.core.retention import Retention
+from sqla_jobs.models import Tables
+from sqla_jobs.store.parts import (
+    CLOCK,
+    IDS,
+    OWNER,
+    QUEUE,
+    RELATION,
+    STATEMENT_TIME,
+    announced,
+    archived,
+    leases_given,
+    status,
+    unnested,
+)
+
+__all__ = ["Entry", "Settled", "settle", "settle_expired", "settle_within"]
+
+READY, RUNNING = status(JobStatus.READY), status(JobStatus.RUNNING)
+DONE, FAILED, CANCELLED = status(JobStatus.DONE), status(JobStatus.FAILED), status(JobStatus.CANCELLED)
+
+#: The attempt log remembers so many failures, each with so many characters of its error.
+LOG_LENGTH = 10
+LOG_ERROR_LENGTH = 500
+
+Entry = tuple[Lease, Verdict]
+
+
+@dataclass(slots=True)
+class Settled:
+    """What became of the verdicts.
+
+    Written (by this call, or by an earlier one whose answer was lost), still to be written because
+    somebody holds the row, too late, or refused by the database as data.
+    """
+
+    written: list[Entry] = field(default_factory=list)
+    busy: list[Entry] = field(default_factory=list)
+    stale: list[Entry] = field(default_factory=list)
+    refused: list[tuple[Entry, str]] = field(default_factory=list)
+
+    def add(self, other: "Settled") -> "Settled":
+        """The union of both."""
+        self.written += other.written
+        self.busy += other.busy
+        self.stale += other.stale
+        self.refused += other.refused
+        return self
+
+
+def _fence(jobs: Table, outcome: TableValuedAlias, *, expired: bool) -> Any:
+    """Whose row it must be: guarantee 3 hangs on these lines.
+
+    Our own: queue, id, token and owner are the lease's. Of another worker: the same, and its lease has
+    run out. The token alone would do but for a restore to a point in time, which takes tokens back.
+    """
+    own = and_(
+        jobs.c.queue == QUEUE,
+        jobs.c.status == RUNNING,
+        jobs.c.id == outcome.c.id,
+        jobs.c.fencing_token == outcome.c.token,
+    )
+    if expired:
+        return and_(own, jobs.c.locked_by == outcome.c.owner, jobs.c.locked_until < STATEMENT_TIME)
+    return and_(own, jobs.c.locked_by == OWNER)
+
+
+@cache
+def done_statement(tables: Tables, *, wait: bool) -> Executable:
+    """The common case: every attempt returned, nothing is stored of it. Half the arrays of the other."""
+    jobs = tables.jobs
+    outcome = leases_given()
+    # in id order, so that two batch writers never deadlock; SKIP LOCKED, so that one row that somebody
+    # holds open in psql does not keep the whole batch until its leases are gone
+    held = (
+        select(jobs.c.id)
+        .where(_fence(jobs, outcome, expired=False))
+        .order_by(jobs.c.id)
+        .with_for_update(of=jobs, skip_locked=not wait)
+        .cte("held")
+        .prefix_with("MATERIALIZED")
+    )
+    gone = (
+        delete(jobs)
+        .where(jobs.c.queue == QUEUE, jobs.c.id.in_(select(held.c.id)))
+        .returning(
+            *jobs.c,
+            DONE.label("final"),
+            cast(null(), Text).label("reason"),
+            cast(null(), JSONB).label("outcome_result"),
+        )
+        .cte("gone")
+    )
+    return select(func.array_agg(held.c.id)).add_cte(archived(tables, gone).cte("moved"))
+
+
+@cache
+def mixed_statement(tables: Tables, *, expired: bool, wait: bool) -> Executable:
+    """Any verdicts: final ones move to the archive, the rest is updated in place."""
+    jobs = tables.jobs
+    outcome = unnested(
+        ("id", BigInteger, "ids"),
+        ("token", BigInteger, "tokens"),
+        ("status", Text, "statuses"),
+        ("attempts", Integer, "given_back"),
+        ("delay", Double, "delays"),
+        ("error", Text, "errors"),
+        ("result", Text, "results"),
+        ("owner", Text, "owners"),
+    )
+    # a cancel requested meanwhile turns every end but a normal return into a cancel
+    final = case(
+        (and_(jobs.c.cancel_requested_at.is_not(None), outcome.c.status != DONE), CANCELLED),
+        else_=outcome.c.status,
+    )
+    held = (
+        select(
+            jobs.c.id,
+            final.label("final"),
+            outcome.c.attempts.label("given_back"),
+            outcome.c.delay,
+            outcome.c.error,
+            cast(outcome.c.result, JSONB).label("outcome_result"),
+        )
+        .where(_fence(jobs, outcome, expired=expired))
+        .order_by(jobs.c.id)
+        .with_for_update(of=jobs, skip_locked=not wait)
+        .cte("held")
+        .prefix_with("MATERIALIZED")
+    )
+    archives = or_(held.c.final == DONE, held.c.final == CANCELLED)
+    gone = (
+        delete(jobs)
+        .where(jobs.c.queue == QUEUE, jobs.c.id == held.c.id, archives)
+        .returning(*jobs.c, held.c.final, held.c.error.label("reason"), held.c.outcome_result)
+        .cte("gone")
+    )
+    moved = archived(tables, gone).cte("moved")
+    stayed = _stayed(jobs, held, archives, lost=expired)
+    return select(func.array_agg(held.c.id), announced(stayed)).add_cte(moved)
+
+
+def _stayed(jobs: Table, held: Any, archives: Any, *, lost: bool) -> Any:
+    """Ready again, or failed for good and kept as a dead letter."""
+    c = jobs.c
+    entry = func.jsonb_build_object(
+        literal_column("'attempt'"), c.attempts,
+        literal_column("'token'"), c.fencing_token,
+        literal_column("'at'"), CLOCK,
+        literal_column("'worker'"), c.locked_by,
+        literal_column("'lost'"), literal_column("true" if lost else "false"),
+        literal_column("'error'"), func.left(held.c.error, literal_column(str(LOG_ERROR_LENGTH))),
+    )  # fmt: skip
+    log = func.coalesce(c.attempt_log, literal_column("'[]'::jsonb", JSONB))
+    full = func.jsonb_array_length(log) >= literal_column(str(LOG_LENGTH))
+    trimmed = case((full, log.op("-")(literal_column("0"))), else_=log)
+    run_at = case((held.c.delay.is_(None), c.run_at), else_=CLOCK + _seconds(held.c.delay))
+    return (
+        update(jobs)
+        .where(c.queue == QUEUE, c.id == held.c.id, ~archives)
+        .values(
+            status=held.c.final,
+            attempts=c.attempts + held.c.given_back,
+            run_at=case((held.c.final == READY, run_at), else_=c.run_at),
+            locked_by=None,
+            locked_until=None,
+            last_error=func.coalesce(held.c.error, c.last_error),
+            attempt_log=case((held.c.error.is_(None), c.attempt_log), else_=trimmed.op("||")(entry)),
+            finished_at=case((held.c.final == FAILED, CLOCK), else_=null()),
+        )
+        .returning(RELATION, c.id, c.queue, c.priority, c.run_at, c.status)
+        .cte("stayed")
+    )
+
+
+def _seconds(value: Any) -> Any:
+    return value * literal_column("interval '1 second'")
+
+
+@cache
+def look_statement(tables: Tables) -> Executable:
+    """Where the rows are now, and who ended the attempt last."""
+
+    def of(table: Table, where: str) -> Select[*tuple[Any, ...]]:
+        c = table.c
+        return select(
+            c.id, c.fencing_token, c.locked_by, c.status, c.attempt_log.op("->")(literal_column("-1")),
+            literal_column(where).label("place"),
+        ).where(c.queue == QUEUE, c.id == func.any(IDS))  # fmt: skip
+
+    return of(tables.jobs, "'jobs'").union_all(of(tables.archive, "'archive'"))
+
+
+def settle(
+    connection: Connection,
+    tables: Tables,
+    entries: Sequence[Entry],
+    *,
+    retention: Retention,
+    answer_lost: bool = False,
+) -> Settled:
+    """Write verdicts of one queue and one owner, all in one statement; for AUTOCOMMIT.
+
+    What the statement did not find is looked for once: still ours (somebody holds the row: try again),
+    written by an earlier call whose answer was lost, or stale. A value that the database refuses costs
+    its own row only: the batch is halved until it is found. Raises what the connection raises.
+    """
+    queue = entries[0][0].queue
+    simple = all(_is_simple(verdict) for _, verdict in entries)
+    statement = (
+        done_statement(tables, wait=False) if simple else mixed_statement(tables, expired=False, wait=False)
+    )
+    settled = Settled()
+    missing: list[Entry] = []
+    for part, ids, error in _written(connection, statement, entries, retention, simple=simple):
+        if error is not None:
+            settled.refused.append((part[0], error))
+        elif ids is not None and len(ids) == len(part):
+            settled.written += part
+        else:
+            found = set(ids or ())
+            settled.written += [entry for entry in part if entry[0].id in found]
+            missing += [entry for entry in part if entry[0].id not in found]
+    if missing:
+        settled.add(_look(connection, tables, missing, queue=queue, answer_lost=answer_lost))
+    return settled
+
+
+def settle_within(connection: Connection, tables: Tables, entry: Entry, *, retention: Retention) -> bool:
+    """Write one verdict as part of the caller's transaction; False when the lease is lost.
+
+    Waits for its row instead of skipping it: the worker's own prolongation may hold it for a moment.
+    Whoever calls sets a lock_timeout and rolls back on False.
+    """
+    simple = _is_simple(entry[1])
+    statement = (
+        done_statement(tables, wait=True) if simple else mixed_statement(tables, expired=False, wait=True)
+    )
+    ids = connection.scalar(statement, _parameters([entry], retention, simple=simple))
+    return bool(ids)
+
+
+def settle_expired(
+    connection: Connection, tables: Tables, entries: Sequence[Entry], *, retention: Retention
+) -> list[Entry]:
+    """Write verdicts on leases of other workers that have run out; returns those that still had.
+
+    All entries are of one queue. A worker that settled in the last moment wins.
+    """
+    rescued: list[Entry] = []
+    statement = mixed_statement(tables, expired=True, wait=False)
+    for part, ids, _ in _written(connection, statement, entries, retention, simple=False):
+        found = set(ids or ())
+        rescued += [entry for entry in part if entry[0].id in found]
+    return rescued
+
+
+def _is_simple(verdict: Verdict) -> bool:
+    return verdict.status is JobStatus.DONE and verdict.result is None
+
+
+def _written(
+    connection: Connection,
+    statement: Executable,
+    entries: Sequence[Entry],
+    retention: Retention,
+    *,
+    simple: bool,
+) -> list[tuple[Sequence[Entry], list[int] | None, str | None]]:
+    """Run the statement; on a data error halve the batch until one row is left with its error."""
+    try:
+        ids = connection.scalar(statement, _parameters(entries, retention, simple=simple))
+    except (DataError, IntegrityError) as error:
+        if len(entries) == 1:
+            return [(entries, None, str(error.orig))]
+        half = len(entries) // 2
+        return [
+            *_written(connection, statement, entries[:half], retention, simple=simple),
+            *_written(connection, statement, entries[half:], retention, simple=simple),
+        ]
+    return [(entries, ids, None)]
+
+
+def _parameters(entries: Sequence[Entry], retention: Retention, *, simple: bool) -> dict[str, object]:
+    first = entries[0][0]
+    parameters: dict[str, object] = {
+        "q": first.queue,
+        "owner": first.owner,
+        "ids": [lease.id for lease, _ in entries],
+        "tokens": [lease.token for lease, _ in entries],
+        "keep_done": retention.keeps_done,
+        "keep_cancelled": retention.keeps_cancelled,
+    }
+    if simple:
+        return parameters
+    return parameters | {
+        "statuses": [v.status.value for _, v in entries],
+        "given_back": [v.attempts for _, v in entries],
+        "delays": [_total_seconds(v.delay) for _, v in entries],
+        "errors": [v.error for _, v in entries],
+        "results": [v.result for _, v in entries],
+        "owners": [lease.owner for lease, _ in entries],
+    }
+
+
+def _total_seconds(delay: timedelta | None) -> float | None:
+    return None if delay is None else delay.total_seconds()
+
+
+def _look(
+    connection: Connection, tables: Tables, entries: Sequence[Entry], *, queue: str, answer_lost: bool
+) -> Settled:
+    """An answer lost on the wire is not a lost lease: look before saying so."""
+    rows = connection.execute(
+        look_statement(tables), {"q": queue, "ids": [lease.id for lease, _ in entries]}
+    ).all()
+    seen: dict[int, list[Any]] = {}
+    for row in rows:
+        seen.setdefault(row[0], []).append(row)
+    settled = Settled()
+    for entry in entries:
+        places = seen.get(entry[0].id, [])
+        if not places:
+            # deleted: by an earlier call of ours under Retention(done=0), or by somebody else
+            (settled.written if answer_lost else settled.stale).append(entry)
+        elif any(_still_ours(row, entry[0]) for row in places):
+            settled.busy.append(entry)
+        elif any(_ended_by_us(row, entry[0]) for row in places):
+            settled.written.append(entry)
+        else:
+            settled.stale.append(entry)
+    return settled
+
+
+def _still_ours(row: Any, lease: Lease) -> bool:
+    _, token, owner, state, _, place = row
+    return bool(
+        place == "jobs" and state == JobStatus.RUNNING and token == lease.token and owner == lease.owner
+    )
+
+
+def _ended_by_us(row: Any, lease: Lease) -> bool:
+    """The attempt of this token has ended, and not by a rescue, which always says so in the log."""
+    _, token, _, state, last, _ = row
+    if token != lease.token or state == JobStatus.RUNNING:
+        return False
+    return not (isinstance(last, dict) and last.get("lost") and last.get("token") == token)
