@@ -1,0 +1,176 @@
+"""Keep the leases of everything the worker holds.
+
+From a thread of its own where there is a sync engine: a handler that blocks the event loop must not
+lose the leases of its neighbours.
+
+What is due is decided by core.leases, what is still ours by store.lease. Tells which leases are lost;
+does not end handlers itself.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+
+from sqlalchemy import Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from sqla_jobs.core.leases import Lease, LeaseBook
+from sqla_jobs.events import Events
+from sqla_jobs.models import Tables
+from sqla_jobs.store.door import Lane, SyncLane, brief, lane_on
+from sqla_jobs.store.lease import Prolonged, prolong
+
+__all__ = ["LeaseKeeper"]
+
+Lost = Callable[[list[Lease], str], None]
+
+
+class LeaseKeeper:
+    """The lease lane. `lost` and `cancel_requested` are called in whichever thread finds out."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        *,
+        engine: Engine | None,
+        async_engine: AsyncEngine | None,
+        lease: timedelta,
+        lost: Lost,
+        cancel_requested: Callable[[list[Lease]], None],
+        events: Events,
+    ) -> None:
+        self._tables = tables
+        self._engine = engine
+        self._async_engine = async_engine
+        self._lease = lease
+        self._book = LeaseBook(lease=lease.total_seconds())
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._stopped = False
+        self._lost = lost
+        self._cancel_requested = cancel_requested
+        self._events = events
+        self._thread: threading.Thread | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    # -- the book, from any thread
+
+    def opened(self, leases: Iterable[Lease], *, sent: float) -> None:
+        """These were claimed by a statement sent at `sent`."""
+        with self._lock:
+            was_empty = not len(self._book)
+            self._book.opened(leases, sent=sent)
+        if was_empty:
+            self._changed.set()
+
+    def closed(self, leases: Iterable[Lease]) -> None:
+        """These need no prolongation any more."""
+        with self._lock:
+            self._book.closed(leases)
+
+    # -- the lane
+
+    def start(self) -> None:
+        """Begin to prolong."""
+        if self._engine is not None:
+            self._thread = threading.Thread(
+                target=self._in_thread, args=(self._engine,), name="sqla_jobs leases", daemon=True
+            )
+            self._thread.start()
+        else:
+            assert self._async_engine is not None
+            self._task = asyncio.create_task(self._in_loop(self._async_engine), name="sqla_jobs leases")
+
+    async def stop(self) -> None:
+        """End when the statement under way has ended."""
+        self._stopped = True
+        self._changed.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, 5.0)
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=5.0)
+
+    def _in_thread(self, engine: Engine) -> None:
+        lane = SyncLane(engine)
+        while not self._stopped:
+            self._changed.wait(self._pause())
+            self._changed.clear()
+            for group in self._due():
+                sent = time.monotonic()
+                watchdog = threading.Timer(self._deadline, lane.expire)
+                watchdog.daemon = True
+                watchdog.start()
+                try:
+                    prolonged = lane.run(partial(self._verb, group))
+                except Exception as error:
+                    self._failed(error)
+                else:
+                    self._apply(prolonged, sent)
+                finally:
+                    watchdog.cancel()
+            self._drop_ended()
+        lane.close()
+
+    async def _in_loop(self, engine: AsyncEngine) -> None:
+        lane: Lane = lane_on(engine, "leases")
+        while not self._stopped:
+            await asyncio.sleep(min(self._pause(), 1.0))
+            for group in self._due():
+                sent = time.monotonic()
+                try:
+                    prolonged = await lane.run(partial(self._verb, group), deadline=self._deadline)
+                except Exception as error:
+                    self._failed(error)
+                else:
+                    self._apply(prolonged, sent)
+            self._drop_ended()
+        await lane.close()
+
+    # -- both
+
+    @property
+    def _deadline(self) -> float:
+        """An answer that takes longer than a quarter of the lease leaves no time for a second try."""
+        return max(self._lease.total_seconds() / 4, 0.2)
+
+    def _pause(self) -> float:
+        with self._lock:
+            # never busy: a row that is held or a server that is down is asked again after a moment
+            return max(self._book.pause(time.monotonic()), self._lease.total_seconds() / 30)
+
+    def _due(self) -> list[list[Lease]]:
+        with self._lock:
+            due = self._book.due(time.monotonic())
+        groups: dict[str, list[Lease]] = {}
+        for lease in due:
+            groups.setdefault(lease.queue, []).append(lease)
+        return list(groups.values())
+
+    def _verb(self, group: list[Lease], connection: object) -> Prolonged:
+        return prolong(connection, self._tables, group, lease=self._lease)  # type: ignore[arg-type]
+
+    def _apply(self, prolonged: Prolonged, sent: float) -> None:
+        with self._lock:
+            self._book.prolonged(prolonged.kept, sent=sent)
+            # one that was settled meanwhile is closed, and not lost
+            lost = [lease for lease in prolonged.lost if lease in self._book]
+            self._book.closed(lost)
+        if lost:
+            self._lost(lost, "taken over by somebody else")
+        if prolonged.cancel_requested:
+            self._cancel_requested(prolonged.cancel_requested)
+
+    def _drop_ended(self) -> None:
+        """By our own clock these have ended: somebody may run them by now, whatever the network says."""
+        with self._lock:
+            ended = self._book.ended(time.monotonic())
+            self._book.closed(ended)
+        if ended:
+            self._lost(ended, "could not be prolonged in time")
+
+    def _failed(self, error: Exception) -> None:
+        again = self._lease.total_seconds() / 30
+        self._events.emit("database.error", operation="prolong", error=brief(error), retry_in=again)

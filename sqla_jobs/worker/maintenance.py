@@ -1,0 +1,98 @@
+"""What any worker does for all: rescue what others lost, cancel what expired, forget what is old.
+
+No leader: rescue is fenced and skips rows that somebody holds, so any number of workers may do it.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from sqlalchemy import Connection
+
+from sqla_jobs.core.lifecycle import Lost, judge
+from sqla_jobs.core.retry import Retry
+from sqla_jobs.events import Events
+from sqla_jobs.store.archive import purge
+from sqla_jobs.store.door import brief
+from sqla_jobs.store.rescue import ExpiredLease, cancel_expired, expired_leases
+from sqla_jobs.store.settle import Entry, settle_expired
+from sqla_jobs.tasks import Jobs
+
+__all__ = ["Maintenance"]
+
+_PURGE_EVERY = 600.0
+_BATCH = 1000
+
+OnLane = Callable[[Callable[[Connection], Any]], Awaitable[Any]]
+
+
+class Maintenance:
+    """A pass over the worker's queues every quarter of a lease, from 1 to 15 seconds."""
+
+    def __init__(
+        self, jobs: Jobs, *, queues: Sequence[str], lease: timedelta, on_lane: OnLane, events: Events
+    ) -> None:
+        self._jobs = jobs
+        self._queues = queues
+        self._every = min(max(lease.total_seconds() / 4, 1.0), 15.0)
+        self._on_lane = on_lane
+        self._events = events
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until `stopping` is set; an error costs one pass."""
+        # scattered, so that a fleet that starts together does not purge together
+        purged = time.monotonic() - _PURGE_EVERY * random.random()
+        while not stopping.is_set():
+            for queue in self._queues:
+                await self._try("rescue", self._rescue(queue))
+                await self._try("expire", self._expire(queue))
+            if time.monotonic() - purged >= _PURGE_EVERY:
+                purged = time.monotonic()
+                await self._try("purge", self._purge(stopping))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._every * (0.75 + random.random() / 2)):
+                    await stopping.wait()
+
+    async def _try(self, operation: str, step: Awaitable[None]) -> None:
+        try:
+            await step
+        except Exception as error:
+            self._events.emit("database.error", operation=operation, error=brief(error), retry_in=self._every)
+
+    async def _rescue(self, queue: str) -> None:
+        tables = self._jobs.tables
+        expired = await self._on_lane(partial(expired_leases, tables=tables, queue=queue))
+        if not expired:
+            return
+        entries = [self._judged(each) for each in expired]
+        rescued = await self._on_lane(
+            partial(settle_expired, tables=tables, entries=entries, retention=self._jobs.retention)
+        )
+        if rescued:
+            self._events.emit("job.rescued", jobs=rescued)
+
+    def _judged(self, expired: ExpiredLease) -> Entry:
+        """A crash waits like a failure: what killed a worker must not kill the next at once."""
+        task = self._jobs.tasks.get(expired.kind)
+        retry = Retry() if task is None else task.retry
+        lost = Lost(expired.lease.owner, retry.wait(expired.attempt, spread=random.random()))
+        return expired.lease, judge(lost, attempt=expired.attempt, max_attempts=expired.max_attempts)
+
+    async def _expire(self, queue: str) -> None:
+        late = await self._on_lane(
+            partial(cancel_expired, tables=self._jobs.tables, queue=queue, retention=self._jobs.retention)
+        )
+        if late:
+            self._events.emit("job.expired", jobs=late)
+
+    async def _purge(self, stopping: asyncio.Event) -> None:
+        verb = partial(purge, tables=self._jobs.tables, retention=self._jobs.retention, limit=_BATCH)
+        while not stopping.is_set():
+            counts = await self._on_lane(verb)
+            if all(count < _BATCH for count in counts.values()):
+                return

@@ -1,0 +1,94 @@
+"""The handler's session: what it writes and the job's completion are one transaction, fenced.
+
+An ordinary Session whose savepoints live inside an outer READ COMMITTED transaction of the worker's, so
+that the handler's own commit(), rollback() and begin_nested() behave, and everything still commits or
+vanishes with the job (SQLAlchemy manual: joining a session into an external transaction). The outer
+transaction begins at the first use. Does not judge, and does not know threads from loops: the same
+functions run directly, or in the greenlet of an AsyncSession.
+"""
+
+from typing import Any
+
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.orm import Session
+
+from sqla_jobs.core.retention import Retention
+from sqla_jobs.models import Tables
+from sqla_jobs.store.settle import Entry, settle_within
+
+__all__ = ["HandlerSession", "abandon", "end_read", "settle_through"]
+
+#: The settle waits for its row: the worker's own prolongation may hold it for a moment.
+_LOCK_TIMEOUT = text("SELECT set_config('lock_timeout', '5s', true)")
+
+
+class HandlerSession(Session):
+    """A session that opens its outer transaction when it is first used."""
+
+    def __init__(self, *, engine: Engine, **arguments: Any) -> None:
+        super().__init__(**arguments | {"join_transaction_mode": "create_savepoint"})
+        self._engine = engine
+        self.outer: Connection | None = None
+
+    def get_bind(self, *_: Any, **__: Any) -> Connection:
+        """The connection of the outer transaction, whatever is asked about."""
+        if self.outer is None:
+            # READ COMMITTED whatever the engine says: above it, one prolongation of the lease makes the
+            # settle fail for ever; under AUTOCOMMIT a lost lease would roll nothing back
+            connection = self._engine.connect().execution_options(isolation_level="READ COMMITTED")
+            connection.begin()
+            self.outer = connection
+        return self.outer
+
+    def let_go(self, *, commit: bool) -> None:
+        """End the outer transaction and give the connection back."""
+        outer, self.outer = self.outer, None
+        if outer is None:
+            return
+        try:
+            if commit:
+                outer.commit()
+            else:
+                outer.rollback()
+        finally:
+            outer.close()
+
+
+def end_read(session: HandlerSession) -> None:
+    """End the read that loaded the arguments: objects stay attached and unexpired, no connection is held."""
+    expires = session.expire_on_commit
+    session.expire_on_commit = False
+    try:
+        session.commit()
+    finally:
+        session.expire_on_commit = expires
+        session.let_go(commit=False)
+
+
+def settle_through(
+    session: HandlerSession, tables: Tables, entry: Entry, retention: Retention
+) -> bool | None:
+    """Commit what the handler wrote together with its verdict.
+
+    True: both are committed. False: the lease is lost, and both are rolled back. None: the session was
+    never used, the verdict is still to be written. Raises what the handler's own statements raise.
+    """
+    session.commit()
+    outer = session.outer
+    if outer is None:
+        return None
+    outer.execute(_LOCK_TIMEOUT)
+    if not settle_within(outer, tables, entry, retention=retention):
+        abandon(session)
+        return False
+    session.let_go(commit=True)
+    session.close()
+    return True
+
+
+def abandon(session: HandlerSession) -> None:
+    """Roll back whatever the handler wrote."""
+    try:
+        session.close()
+    finally:
+        session.let_go(commit=False)

@@ -1,0 +1,194 @@
+"""Claimed jobs wait here for a slot: a buffer, consumer threads, and consumer tasks in the loop.
+
+At most `concurrency` attempts run at once, sync and async together, started in the order of their
+claim. Consumers are long-lived: a thread or task per job costs several times the job (docs/adr/0005).
+"""
+
+import asyncio
+import contextvars
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from sqla_jobs.worker.run import Ended, Run, Runner
+
+__all__ = ["Slots"]
+
+#: A consumer gives the loop a chance after so many jobs that never waited for anything.
+_YIELD_EVERY = 64
+
+
+class Slots:
+    """Runs what is added. `finished` is told, in the loop, of bursts of runs that ended."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        concurrency: int,
+        threads: int,
+        finished: Callable[[list[Ended]], None],
+    ) -> None:
+        self._runner = runner
+        self._concurrency = concurrency
+        self._max_threads = threads
+        self._finished = finished
+        self._loop = asyncio.get_running_loop()
+        # one lock for both buffers and the count; `woken` is its condition for threads
+        self._lock = threading.Lock()
+        self._woken = threading.Condition(self._lock)
+        self._for_threads: deque[tuple[int, Run]] = deque()
+        self._for_loop: deque[tuple[int, Run]] = deque()
+        self._order = 0
+        self._running: set[Run] = set()
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._burst: list[Ended] = []
+        self._told = False
+
+    @property
+    def waiting(self) -> int:
+        """Claimed, not started."""
+        return len(self._for_threads) + len(self._for_loop)
+
+    @property
+    def running(self) -> list[Run]:
+        """What runs at this moment."""
+        with self._lock:
+            return list(self._running)
+
+    def add(self, runs: Iterable[Run]) -> None:
+        """Start these when there are slots, in this order."""
+        sync = 0
+        tasks = 0
+        with self._lock:
+            for run in runs:
+                self._order += 1
+                if run.task.is_async:
+                    self._for_loop.append((self._order, run))
+                    tasks += 1
+                else:
+                    self._for_threads.append((self._order, run))
+                    sync += 1
+            if sync:
+                self._woken.notify(sync)
+        for _ in range(min(len(self._for_threads), self._max_threads) - len(self._threads)):
+            self._start_thread()
+        for _ in range(min(tasks, self._concurrency) - len(self._tasks)):
+            self._tasks.append(self._loop.create_task(self._consume_in_loop()))
+        self._wake_tasks(tasks)
+
+    def close(self) -> list[Run]:
+        """Start nothing any more; returns what had not started."""
+        with self._lock:
+            self._closed = True
+            unstarted = [run for _, run in sorted([*self._for_threads, *self._for_loop], key=_by_order)]
+            self._for_threads.clear()
+            self._for_loop.clear()
+            self._woken.notify_all()
+        self._wake_tasks(len(self._idle))
+        return unstarted
+
+    async def gone(self) -> None:
+        """Wait for the consumer tasks to end, after `close`."""
+        for task in self._tasks:
+            await asyncio.wait({task})
+
+    # -- taking
+
+    def _take(self, mine: deque[tuple[int, Run]], other: deque[tuple[int, Run]]) -> Run | None:
+        """The next of `mine`, if there is a slot and nothing older waits on the other side. Lock held."""
+        if not mine or len(self._running) >= self._concurrency:
+            return None
+        if other and other[0][0] < mine[0][0]:
+            return None
+        run = mine.popleft()[1]
+        self._running.add(run)
+        return run
+
+    def _end(self, ended: Ended) -> None:
+        """A run ended, in whichever thread: free its slot, and tell the loop once per burst."""
+        with self._lock:
+            self._running.discard(ended.run)
+            self._burst.append(ended)
+            tell, self._told = not self._told, True
+            if self._for_threads:
+                self._woken.notify()
+            wake = bool(self._for_loop) and bool(self._idle)
+        if tell:
+            self._in_loop(self._tell)
+        if wake:
+            self._in_loop(lambda: self._wake_tasks(1))
+
+    def _in_loop(self, callback: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # a thread that outlived its worker
+            self._loop.call_soon_threadsafe(callback)
+
+    def _tell(self) -> None:
+        with self._lock:
+            burst, self._burst, self._told = self._burst, [], False
+        self._finished(burst)
+
+    # -- threads
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(
+            target=self._consume_in_thread, name=f"sqla_jobs handler {len(self._threads)}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _consume_in_thread(self) -> None:
+        while True:
+            with self._lock:
+                while (run := self._take(self._for_threads, self._for_loop)) is None:
+                    if self._closed:
+                        return
+                    self._woken.wait()
+            ended = contextvars.Context().run(self._runner.in_thread, run)
+            self._end(ended)
+            self._woken_neighbour()
+            del run, ended
+
+    def _woken_neighbour(self) -> None:
+        """The next in line may be the loop's: a thread that takes nothing must not be its only chance."""
+        if self._for_loop and self._idle:
+            self._in_loop(lambda: self._wake_tasks(1))
+
+    # -- tasks in the loop
+
+    def _wake_tasks(self, count: int) -> None:
+        for _ in range(min(count, len(self._idle))):
+            future = self._idle.popleft()
+            if not future.done():
+                future.set_result(None)
+
+    async def _consume_in_loop(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        count = 0
+        while True:
+            with self._lock:
+                run = self._take(self._for_loop, self._for_threads)
+                if run is None and self._for_threads:
+                    self._woken.notify()
+            if run is None:
+                if self._closed:
+                    return
+                future: asyncio.Future[None] = self._loop.create_future()
+                self._idle.append(future)
+                await future
+                continue
+            task.set_name(f"{run.job.kind} {run.job.lease.id}")
+            self._end(await self._runner.in_loop(run))
+            del run
+            count += 1
+            if count % _YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+
+
+def _by_order(item: tuple[int, Run]) -> int:
+    return item[0]
