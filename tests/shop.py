@@ -97,3 +97,8 @@ def _append(path: str, line: str) -> None:
     # one write of one line in append mode is not torn
     with Path(path).open("a", buffering=1) as file:
         file.write(line + "\n")
+
+
+def put(needed: str) -> Jobs:
+    """Not a factory: it wants an argument."""
+    raise AssertionError(needed)

@@ -98,9 +98,11 @@ def execute(engine: Engine, sql: str, **parameters: Any) -> None:
         connection.execute(text(sql), parameters)
 
 
-async def until_row(engine: Engine, sql: str, **parameters: Any) -> tuple[Any, ...]:
+async def until_row(
+    engine: Engine, sql: str, *, patience: float = PATIENCE, **parameters: Any
+) -> tuple[Any, ...]:
     """Wait until a query returns a row."""
-    with anyio.fail_after(PATIENCE):
+    with anyio.fail_after(patience):
         while True:
             found = await asyncio.to_thread(rows, engine, sql, **parameters)
             if found:

@@ -237,7 +237,10 @@ def load_app(name: str | None) -> Jobs:
             raise AppError(f"--app {name!r}: {module_name} has no {attribute}")
         found = getattr(found, part)
     if callable(found) and not isinstance(found, Jobs):
-        found = found()
+        try:
+            found = found()
+        except Exception as error:
+            raise AppError(f"--app {name!r} raised {type(error).__name__}: {error}") from error
     if not isinstance(found, Jobs):
         raise AppError(f"--app {name!r} is a {type(found).__name__}, not a Jobs")
     return found

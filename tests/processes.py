@@ -1,0 +1,63 @@
+"""Real worker processes for the tests that kill them."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+class WorkerProcess:
+    """`python -m sqla_jobs.worker` on the shop, its log in a file."""
+
+    def __init__(self, url: str, log: Path, *options: str, app: str = "shop:jobs") -> None:
+        self.log = log
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+        environment |= {"DATABASE_URL": url, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "error"}
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sqla_jobs.worker", "--app", app, *options],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                cwd=TESTS,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
+
+    def kill(self) -> None:
+        """SIGKILL: no drain, no farewell."""
+        self.process.kill()
+        self.process.wait(20)
+
+    def stop(self) -> int:
+        """SIGTERM, and wait; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(40)
+
+    def wait(self) -> int:
+        """Wait for its end; the exit code."""
+        return self.process.wait(40)
+
+    def text(self) -> str:
+        """What it has logged."""
+        return self.log.read_text(errors="replace")
+
+
+@contextmanager
+def worker_process(url: str, log: Path, *options: str, app: str = "shop:jobs") -> Iterator[WorkerProcess]:
+    """A worker that is killed at the end of the block if it still lives."""
+    worker = WorkerProcess(url, log, *options, app=app)
+    try:
+        yield worker
+    finally:
+        if worker.process.poll() is None:
+            worker.kill()
