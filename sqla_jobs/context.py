@@ -4,7 +4,7 @@ Knows no machinery: the session and the state of the lease are handed in by whoe
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeAlias, cast
@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from typing_extensions import TypeVar
 
+from sqla_jobs.core.call import LONGEST
 from sqla_jobs.errors import ConfigurationError, LeaseLost
 
 __all__ = ["AsyncJobContext", "Cancel", "JobContext", "RetryAfter", "Snooze"]
@@ -20,7 +21,7 @@ __all__ = ["AsyncJobContext", "Cancel", "JobContext", "RetryAfter", "Snooze"]
 S = TypeVar("S", bound="Session | AsyncSession", default=Session)
 
 
-class _Ending(Exception):  # noqa: N818 - it is not an error
+class _Ending(Exception):
     """Raised by a handler to end its attempt in a way of its own."""
 
 
@@ -34,8 +35,7 @@ class Snooze(_Ending):
     """
 
     def __init__(self, delay: timedelta) -> None:
-        if not isinstance(delay, timedelta) or delay < timedelta(0):
-            raise ConfigurationError(f"Snooze takes a timedelta that is not negative, got {delay!r}")
+        _check_delay("Snooze", delay)
         super().__init__(f"for {delay}")
         self.delay = delay
 
@@ -47,8 +47,7 @@ class RetryAfter(_Ending):
     """
 
     def __init__(self, delay: timedelta) -> None:
-        if not isinstance(delay, timedelta) or delay < timedelta(0):
-            raise ConfigurationError(f"RetryAfter takes a timedelta that is not negative, got {delay!r}")
+        _check_delay("RetryAfter", delay)
         super().__init__(f"retry after {delay}")
         self.delay = delay
 
@@ -57,8 +56,17 @@ class Cancel(_Ending):
     """Raise it to cancel the job for good; `reason` is kept as its last error."""
 
     def __init__(self, reason: str) -> None:
+        if not isinstance(reason, str):
+            raise ConfigurationError(f"Cancel takes its reason as a str, got {reason!r}")
         super().__init__(reason)
         self.reason = reason
+
+
+def _check_delay(what: str, delay: object) -> None:
+    if not isinstance(delay, timedelta) or delay < timedelta(0):
+        raise ConfigurationError(f"{what} takes a timedelta that is not negative, got {delay!r}")
+    if delay > LONGEST:
+        raise ConfigurationError(f"{what} takes a timedelta of at most 100 years, got {delay}")
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +75,14 @@ class Attempt:
 
     cancelled: bool = False
     lost: bool = False
+
+
+class _JobLog(logging.LoggerAdapter[logging.Logger]):
+    """Beside the job's fields a record keeps those of its own call (`merge_extra`, from Python 3.13)."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        kwargs["extra"] = {**(kwargs.get("extra") or {}), **(self.extra or {})}
+        return msg, kwargs
 
 
 class JobContext(Generic[S]):
@@ -124,7 +140,7 @@ class JobContext(Generic[S]):
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
         """A logger named by the kind, whose records carry job_id, queue, kind and attempt."""
         fields = {"job_id": self.id, "queue": self.queue, "kind": self.kind, "attempt": self.attempt}
-        return logging.LoggerAdapter(logging.getLogger(f"sqla_jobs.task.{self.kind}"), fields)
+        return _JobLog(logging.getLogger(f"sqla_jobs.task.{self.kind}"), fields)
 
     def raise_if_lost(self) -> None:
         """Raise `LeaseLost` when this attempt no longer owns its job: call it before an effect outside."""

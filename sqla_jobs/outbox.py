@@ -3,8 +3,9 @@
 `put` only touches the session object, so it is the same plain call for every kind of session. A
 placeholder in the session makes it flush; the listeners below (on the class Session, registered once)
 take it out again and write all jobs of the flush by Core, in call order, in one statement: before the
-flush when all arguments are known, after it when an entity gets its identity there. ORM events of the
-Job class do not fire for these rows.
+flush when all arguments are known, after it when an entity gets its identity there. A flush that fails
+before it wrote them keeps them: no commit passes without its jobs. ORM events of the Job class do not
+fire for these rows.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import Any
 from sqlalchemy import (
     ARRAY,
     BigInteger,
+    ClauseElement,
     Connection,
     Executable,
     Integer,
@@ -36,7 +38,14 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-from sqlalchemy.orm import InstanceState, Mapper, Session, UOWTransaction, scoped_session
+from sqlalchemy.orm import (
+    InstanceState,
+    Mapper,
+    Session,
+    SessionTransaction,
+    UOWTransaction,
+    scoped_session,
+)
 
 from sqla_jobs.core.call import Call
 from sqla_jobs.core.payload import Converter, Json, Load, Reference, converter
@@ -45,10 +54,9 @@ from sqla_jobs.models import JobMixin
 
 __all__ = ["AnySession", "Enqueued", "entity_hook", "put"]
 
-AnySession = Session | AsyncSession | scoped_session[Session] | async_scoped_session[AsyncSession]
+AnySession = Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any]
 
-_PENDING = "sqla_jobs.pending"  # in session.info: the calls that wait for the flush
-_WAITING = "sqla_jobs.waiting"  # in session.info: the calls of this flush that wait for an identity
+_CALLS = "sqla_jobs.calls"  # in session.info: the calls not written yet, in their order
 _CALL = "_sqla_jobs_call"  # on the placeholder
 
 
@@ -86,11 +94,16 @@ class Enqueued:
 
 @dataclass(slots=True, eq=False)
 class _Put:
-    """One call on its way into the database."""
+    """One call on its way into the database.
+
+    It is wanted as long as its placeholder is in the session; while it has none, between the two events
+    of a flush, as long as the transaction or savepoint in which it was made goes on.
+    """
 
     model: type[JobMixin]
     call: Call
     handle: Enqueued
+    transaction: SessionTransaction | None = None
     placeholder: JobMixin | None = None
 
 
@@ -105,15 +118,8 @@ def put(session: AnySession, model: type[JobMixin], call: Call) -> Enqueued:
     # _flushing: an own flag raised in before_flush would never be lowered when a flush fails
     if sync._flushing:
         _during_flush(sync, it)
-        return it.handle
-    mapper: Mapper[Any] = inspect(model)
-    # never Job(...): a user's __init__ may want arguments, a dataclass base forbids ours
-    mapper.registry.configure()
-    placeholder = mapper.class_manager.new_instance()
-    placeholder.__dict__[_CALL] = it
-    it.placeholder = placeholder
-    sync.add(placeholder)
-    sync.info.setdefault(_PENDING, []).append(it)
+    else:
+        _hold(sync, it)
     return it.handle
 
 
@@ -131,37 +137,80 @@ def _plain(session: object) -> Session:
     return session
 
 
+def _hold(session: Session, it: _Put) -> None:
+    """Keep a call in the session: it is not clean any more, and what drops its objects drops the call."""
+    if it.placeholder is None:
+        mapper: Mapper[Any] = inspect(it.model)
+        # never Job(...): a user's __init__ may want arguments, a dataclass base forbids ours
+        mapper.registry.configure()
+        it.placeholder = mapper.class_manager.new_instance()
+        it.placeholder.__dict__[_CALL] = it
+    session.add(it.placeholder)
+    it.transaction = _transaction(session)
+    calls: list[_Put] = session.info.setdefault(_CALLS, [])
+    if calls and not _goes_on(calls[0]):  # a session that only rolls back would keep them all
+        calls[:] = [each for each in calls if _wanted(session, each)]
+    calls.append(it)
+
+
 def _during_flush(session: Session, it: _Put) -> None:
-    """A call from a user's own flush listener: written at once, never stored half-resolved."""
-    if _unresolved(session, it):
-        session.info.setdefault(_WAITING, []).append(it)
+    """A call from a user's own flush listener: written at once, or with those that wait already."""
+    calls: list[_Put] = session.info.get(_CALLS, [])
+    if calls or any(_identity(session, reference) is None for reference in it.call.arguments.references):
+        it.transaction = _transaction(session)
+        calls.append(it)
+        session.info[_CALLS] = calls
     else:
         _write(session, [it])
 
 
+def _transaction(session: Session) -> SessionTransaction | None:
+    return session.get_nested_transaction() or session.get_transaction()
+
+
+def _goes_on(it: _Put) -> bool:
+    return it.transaction is not None and it.transaction.is_active
+
+
+def _wanted(session: Session, it: _Put) -> bool:
+    # a rolled-back savepoint, expunge and close take placeholders away
+    return _goes_on(it) if it.placeholder is None else it.placeholder in session
+
+
 @event.listens_for(Session, "before_flush")
 def _before_flush(session: Session, context: UOWTransaction, instances: object) -> None:
-    session.info.pop(_WAITING, None)  # left over from a flush that failed
-    pending: list[_Put] | None = session.info.pop(_PENDING, None)
-    if not pending:
+    calls: list[_Put] | None = session.info.get(_CALLS)
+    if not calls:
         return
-    # a rolled-back savepoint, expunge and close take placeholders away: those jobs are not wanted
-    calls = [it for it in pending if it.placeholder is not None and it.placeholder in session.new]
-    for it in calls:
-        assert it.placeholder is not None
-        session.expunge(it.placeholder)
-        it.placeholder = None
-    if any(_unresolved(session, it) for it in calls):
-        session.info[_WAITING] = calls
-    else:
+    calls[:] = [it for it in calls if _wanted(session, it)]
+    # What raises up to the expunge leaves all as it is: the next flush, the one of commit included, meets
+    # it again. Emptied first, a refused argument would lose every other job of the flush.
+    references = [reference for it in calls for reference in it.call.arguments.references]
+    pending = [reference for reference in references if _is_pending(session, reference)]
+    if not pending:
         _write(session, calls)
+    for it in calls:
+        if it.placeholder is not None:
+            session.expunge(it.placeholder)
+            it.placeholder = None
+    if not pending:
+        del session.info[_CALLS]
 
 
 @event.listens_for(Session, "after_flush")
 def _after_flush(session: Session, context: UOWTransaction) -> None:
-    calls: list[_Put] | None = session.info.pop(_WAITING, None)
+    calls: list[_Put] | None = session.info.pop(_CALLS, None)
     if calls:
         _write(session, calls)
+
+
+@event.listens_for(Session, "before_commit")
+def _before_commit(session: Session) -> None:
+    """Calls whose flush ended before its second event (a listener raised, no work was left) get another."""
+    calls: list[_Put] = session.info.pop(_CALLS, [])
+    for it in calls:
+        if _wanted(session, it):
+            _hold(session, it)
 
 
 @event.listens_for(JobMixin, "before_insert", propagate=True)
@@ -176,29 +225,32 @@ def _never_half_resolved(mapper: Mapper[Any], connection: Connection, target: Jo
 # -- identities
 
 
-def _unresolved(session: Session, it: _Put) -> bool:
-    return any(_identity(session, reference) is None for reference in it.call.arguments.references)
+def _is_pending(session: Session, reference: Reference) -> bool:
+    """Whether this flush is to insert the entity. Raises `PayloadError` for one that no flush here will.
+
+    A key that it has already may still change, in a before_insert listener or by a relationship.
+    """
+    state: InstanceState[Any] = inspect(reference.entity)
+    if state.identity is None and reference.entity not in session:
+        problem = "is pending in another session" if state.pending else "is not in the session"
+        raise PayloadError(
+            f"argument {reference.path}: the {type(reference.entity).__name__} {problem}, so this flush "
+            "gives it no identity: session.add() it and flush again, or roll back",
+            path=reference.path,
+        )
+    return state.identity is None
 
 
 def _identity(session: Session, reference: Reference) -> tuple[Any, ...] | None:
-    """The primary key of an entity argument; None while it waits for this flush.
+    """The primary key of an entity argument; None while it waits for its INSERT.
 
     inspect(entity).identity and not its attributes: it needs no SQL, also of an expired or detached one.
     """
     state: InstanceState[Any] = inspect(reference.entity)
-    if state.identity is not None:
+    if not _is_pending(session, reference):
         return state.identity
-    if reference.entity not in session:
-        problem = "is pending in another session" if state.pending else "was never added to the session"
-        raise PayloadError(
-            f"argument {reference.path}: the {type(reference.entity).__name__} {problem}, so it will have no "
-            "identity when this session flushes: session.add() it before",
-            path=reference.path,
-        )
-    if not session._flushing or state.session is None:
-        return None
     key = state.mapper.primary_key_from_instance(reference.entity)
-    return None if any(part is None for part in key) else tuple(key)
+    return None if any(part is None or isinstance(part, ClauseElement) for part in key) else tuple(key)
 
 
 @cache

@@ -7,19 +7,32 @@ runs nothing (worker does). Called directly, it is the function it was made of.
 import inspect
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import update_wrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, get_origin, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Self,
+    TypeVar,
+    get_args,
+    get_origin,
+    overload,
+)
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, scoped_session
 
 from sqla_jobs import outbox
-from sqla_jobs.context import AsyncJobContext, JobContext
+from sqla_jobs.context import JobContext
 from sqla_jobs.core.call import Call, Options, check_name
 from sqla_jobs.core.payload import Converter, Parameters, check_signature
 from sqla_jobs.core.retention import Retention
@@ -136,7 +149,7 @@ class Task(Generic[P]):
             "run_at": run_at,
             "expires": expires,
             "max_attempts": max_attempts,
-            "tags": None if tags is None else tuple(tags),
+            "tags": None if tags is None else _texts("tags", tags),
         }
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         twin = object.__new__(type(self))
@@ -257,12 +270,14 @@ class Jobs:
         Raises `TaskDefinitionError` for a function that cannot be one (a method, a lambda, a partial, a
         generator, *args), `DuplicateTask` when the kind is taken, `ConfigurationError` for an option.
         """
+        if not isinstance(retry, Retry):
+            raise ConfigurationError(f"retry takes a Retry(...), got {retry!r}")
         options = Options(queue=queue, priority=priority, max_attempts=retry.max_attempts)
-        older = tuple(check_name("alias", alias) for alias in aliases)
+        older = tuple(check_name("alias", alias) for alias in _texts("aliases", aliases))
 
         def make(function: Callable[..., Any]) -> Task[Any]:
             _check_function(function, named=name is not None)
-            kind = check_name("kind", name or _kind_of(function))
+            kind = check_name("kind", _kind_of(function) if name is None else name)
             cls: type[Task[Any]] = PlainTask if _context_kind(function) is None else ContextTask
             made = cls(self, function, kind=kind, aliases=older, options=options, retry=retry)
             self._register(made)
@@ -308,6 +323,12 @@ def enqueue(session: AnySession, task: Task[P], /, *args: P.args, **kwargs: P.kw
     return outbox.put(session, task.jobs.Job, task.call(*args, **kwargs))
 
 
+def _texts(what: str, given: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(given, str):  # an iterable of str by its type
+        raise ConfigurationError(f"{what} takes several texts, got one: write [{given!r}]")
+    return tuple(given)
+
+
 # -- what may be a task
 
 
@@ -316,8 +337,8 @@ def _check_function(function: Any, *, named: bool) -> None:
     reason = _why_not(function, named=named)
     if reason is not None:
         raise TaskDefinitionError(f"{name} cannot be a task: {reason}")
-    check_signature(function)
     context = _context_kind(function)
+    check_signature(function, skip_first=context is not None)
     is_async = inspect.iscoroutinefunction(function)
     if context == "sync" and is_async:
         raise TaskDefinitionError(
@@ -341,37 +362,49 @@ def _why_not(function: Any, *, named: bool) -> str | None:
         return "it is a generator, which would do nothing when called: return a value instead"
     if function.__name__ == "<lambda>":
         return "a lambda has no name to find it by: write a def"
-    if "<locals>" in function.__qualname__:
-        return None if named else "it is local to another function: give it a name="
-    if "." in function.__qualname__:
+    outer, _, own = function.__qualname__.rpartition("<locals>.")
+    if "." in own:
         return "it is defined in a class; a job has no self: write a module-level function"
+    if outer and not named:
+        return "it is local to another function: give it a name="
     return None
 
 
 def _context_kind(function: Callable[..., Any]) -> str | None:
-    """Whether the first parameter is a context, by its annotation as it stands: "sync", "async" or None.
-
-    Annotations are resolved late; the first one is looked at early, and there its text is enough.
-    """
-    first = next(iter(inspect.signature(function).parameters.values()), None)
-    if first is None:
+    """Whether the first parameter is a context: "sync", "async" or None."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters:
         return None
-    annotation = first.annotation
-    if annotation is inspect.Parameter.empty:
-        if first.name in {"ctx", "context"}:
+    first, *others = parameters
+    if first.annotation is inspect.Parameter.empty and first.name in {"ctx", "context"}:
+        raise TaskDefinitionError(
+            f"{function.__qualname__}: annotate {first.name!r} with JobContext or AsyncJobContext, "
+            "or call it something else if it is an argument of the job"
+        )
+    for other in others:
+        if _context_of(other.annotation, function) is not None:
             raise TaskDefinitionError(
-                f"{function.__qualname__}: annotate {first.name!r} with JobContext or AsyncJobContext, "
-                "or call it something else if it is an argument of the job"
+                f"{function.__qualname__}: {other.name!r} is a context, which must be the first parameter"
             )
-        return None
+    return _context_of(first.annotation, function)
+
+
+def _context_of(annotation: Any, function: Callable[..., Any]) -> str | None:
+    """By the annotation, or by its text where that names what exists for type checkers only."""
+    scope = getattr(inspect.unwrap(function), "__globals__", {})
+    with suppress(NameError, AttributeError, SyntaxError, TypeError):
+        owner = types.SimpleNamespace(__annotations__={"it": annotation})
+        annotation = typing.get_type_hints(owner, scope)["it"]
     if isinstance(annotation, str):
-        head, _, _ = annotation.rpartition(".")[2].partition("[")
-        if head == "AsyncJobContext" or (head == "JobContext" and "AsyncSession" in annotation):
+        head, _, arguments = annotation.strip("'\"").partition("[")
+        name = head.rpartition(".")[2]
+        if name == "AsyncJobContext" or (name == "JobContext" and "AsyncSession" in arguments):
             return "async"
-        return "sync" if head == "JobContext" else None
-    if annotation == AsyncJobContext:
-        return "async"
-    return "sync" if annotation is JobContext or get_origin(annotation) is JobContext else None
+        return "sync" if name == "JobContext" else None
+    if annotation is not JobContext and get_origin(annotation) is not JobContext:
+        return None
+    session = next(iter(get_args(annotation)), None)
+    return "async" if isinstance(session, type) and issubclass(session, AsyncSession) else "sync"
 
 
 def _kind_of(function: Callable[..., Any]) -> str:

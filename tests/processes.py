@@ -14,10 +14,10 @@ TESTS = Path(__file__).parent
 class WorkerProcess:
     """`python -m sqla_jobs.worker` on the shop, its log in a file."""
 
-    def __init__(self, url: str, log: Path, *options: str, app: str = "shop:jobs") -> None:
+    def __init__(self, url: str, log: Path, *options: str, app: str, folder: Path) -> None:
         self.log = log
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
-        environment |= {"DATABASE_URL": url, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "error"}
+        environment |= {"DATABASE_URL": url, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "error"}
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "sqla_jobs.worker", "--app", app, *options],
@@ -25,7 +25,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                cwd=TESTS,
+                cwd=folder,
             )
 
     @property
@@ -53,9 +53,11 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_process(url: str, log: Path, *options: str, app: str = "shop:jobs") -> Iterator[WorkerProcess]:
+def worker_process(
+    url: str, log: Path, *options: str, app: str = "shop:jobs", folder: Path = TESTS
+) -> Iterator[WorkerProcess]:
     """A worker that is killed at the end of the block if it still lives."""
-    worker = WorkerProcess(url, log, *options, app=app)
+    worker = WorkerProcess(url, log, *options, app=app, folder=folder)
     try:
         yield worker
     finally:

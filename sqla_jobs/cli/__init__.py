@@ -33,6 +33,7 @@ class Command:
 #: Every command there is; a new one is a line here and a module.
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "a small shop on a private PostgreSQL; a worker gets killed", "sqla_jobs.cli.demo"),
+    Command("template", "print where the Alembic template lies", "sqla_jobs.cli.template"),
     Command("worker", "run jobs (the same as python -m sqla_jobs.worker)", "sqla_jobs.cli.worker"),
 )
 

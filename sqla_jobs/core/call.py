@@ -10,7 +10,9 @@ __all__ = ["Call", "Options", "check_name"]
 
 _SMALLINT = 2**15
 #: PostgreSQL's timestamps end; nobody waits so long, and a typo in a unit should not fail at flush.
-_LONGEST = timedelta(days=36_525)
+LONGEST = timedelta(days=36_525)
+#: psycopg reads timestamps of the years 1 to 9999 only, in the zone of the server's choice.
+_YEARS = range(2, 9_999)
 
 
 def check_name(what: str, name: object) -> str:
@@ -46,35 +48,45 @@ class Options:
 
     def __post_init__(self) -> None:
         check_name("queue", self.queue)
-        if not -_SMALLINT <= self.priority < _SMALLINT:
-            raise ConfigurationError(f"priority must fit a smallint (-32768 to 32767), got {self.priority}")
-        if not 1 <= self.max_attempts < 2**31:
-            raise ConfigurationError(f"max_attempts must be 1 or more, got {self.max_attempts}")
+        if not _is_int(self.priority) or not -_SMALLINT <= self.priority < _SMALLINT:
+            raise ConfigurationError(f"priority must fit a smallint (-32768 to 32767), got {self.priority!r}")
+        if not _is_int(self.max_attempts) or not 1 <= self.max_attempts < 2**31:
+            raise ConfigurationError(
+                f"max_attempts must be an int from 1 to {2**31 - 1}, got {self.max_attempts!r}"
+            )
         if self.delay is not None and self.run_at is not None:
             raise ConfigurationError("give delay or run_at, not both")
-        for name in ("delay", "run_at", "expires"):
-            _check_moment(name, getattr(self, name))
+        _check_moment("delay", self.delay, timedelta)
+        _check_moment("run_at", self.run_at, datetime)
+        _check_moment("expires", self.expires, timedelta, datetime)
         for tag in self.tags:
             check_name("tag", tag)
 
 
-def _check_moment(name: str, value: object) -> None:
-    match value:
-        case None:
-            return
-        case timedelta():
-            if not timedelta(0) <= value <= _LONGEST:
-                raise ConfigurationError(f"{name} must lie between 0 and 100 years, got {value}")
-        case datetime():
-            if value.utcoffset() is None:
-                raise ConfigurationError(
-                    f"{name} {value.isoformat()} has no time zone: which moment it means would depend on "
-                    "the session; use datetime.now(UTC) or .replace(tzinfo=ZoneInfo(...))"
-                )
-        case _:
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_TAKES = {timedelta: "a timedelta", datetime: "a datetime with a time zone"}
+
+
+def _check_moment(name: str, value: object, *kinds: type) -> None:
+    if value is None:
+        return
+    if not isinstance(value, kinds):
+        takes = " or ".join(_TAKES[kind] for kind in kinds)
+        raise ConfigurationError(f"{name} takes {takes}, got {type(value).__name__}")
+    if isinstance(value, timedelta):
+        if not timedelta(0) <= value <= LONGEST:
+            raise ConfigurationError(f"{name} must lie between 0 and 100 years, got {value}")
+    elif isinstance(value, datetime):
+        if value.utcoffset() is None:
             raise ConfigurationError(
-                f"{name} takes a timedelta or a datetime with a time zone, got {type(value).__name__}"
+                f"{name} {value.isoformat()} has no time zone: which moment it means would depend on "
+                "the session; use datetime.now(UTC) or .replace(tzinfo=ZoneInfo(...))"
             )
+        if value.year not in _YEARS:
+            raise ConfigurationError(f"{name} must lie in the years 2 to 9998, got {value.isoformat()}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,9 @@ class Dispatcher:
     """Decides when to claim, from which queue and how much.
 
     Guarantees: never more open jobs (claimed, not ended) than `concurrency` or what the rate seen
-    starts within WINDOW; never more held jobs (claimed, not settled) than about twice that; a wake-up
-    during a claim leads to another claim; every queue is polled.
+    starts within WINDOW; never more held jobs (claimed, not settled) than twice that and two claims; a
+    wake-up during a claim leads to another claim; every queue is polled; no slot stays idle beside a
+    queue that is due.
     """
 
     def __init__(
@@ -193,8 +194,8 @@ class Dispatcher:
         self._turn.remove(q)
         self._turn.append(q)
         look_ahead = now >= min(q.poll_at, q.at) or not self._listening
-        if look_ahead:
-            q.at = inf  # the answer tells it anew
+        if q.at <= now:
+            q.at = inf  # looking ahead finds the next
         q.due = inf
         q.drained = False
         return Claim(q.name, room, prefetch, look_ahead)
@@ -215,7 +216,7 @@ class Dispatcher:
         passed = now - self._ended_since
         if passed < WINDOW / 2:
             return self._rate
-        kept = 0.5 ** (passed / (WINDOW / 2))
+        kept: float = 0.5 ** (passed / (WINDOW / 2))
         return self._rate * kept + self._ended / passed * (1 - kept)
 
 

@@ -14,7 +14,7 @@ class Retention:
 
     `done` and `cancelled` jobs are kept in the archive, `failed` ones in the jobs table as dead letters.
 
-    Raises `ConfigurationError` for a negative duration.
+    Raises `ConfigurationError` for a value that is not a duration, or a negative one.
 
     >>> Retention(done=timedelta(0)).keeps_done
     False
@@ -27,7 +27,13 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("done", "cancelled", "failed"):
             value = getattr(self, name)
-            if value is not None and value < timedelta(0):
+            if value is None:
+                continue
+            if not isinstance(value, timedelta):
+                raise ConfigurationError(
+                    f"retention of {name} jobs must be a timedelta (or None: for ever), got {value!r}"
+                )
+            if value < timedelta(0):
                 raise ConfigurationError(f"retention of {name} jobs must not be negative, got {value}")
 
     @property

@@ -49,12 +49,31 @@ class Retry:
             raise ConfigurationError(
                 f"max_attempts must be at least 1 and fit an int, got {self.max_attempts}"
             )
+        for name in ("delay", "cap"):
+            value = getattr(self, name)
+            if not isinstance(value, timedelta):
+                raise ConfigurationError(f"{name} must be a timedelta, got {value!r}")
         if self.delay < _ZERO or self.cap < _ZERO:
             raise ConfigurationError(f"delay and cap must not be negative, got {self.delay} and {self.cap}")
         if not self.factor >= 1:
             raise ConfigurationError(f"factor must be 1 or more, got {self.factor}")
         if not 0 <= self.jitter <= 1:
             raise ConfigurationError(f"jitter must lie between 0 and 1, got {self.jitter}")
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        # here, because a rule that cannot work would show only in the attempt that needs it
+        give_up: object = self.give_up
+        if not isinstance(give_up, tuple) or not all(map(_is_exception_class, give_up)):
+            raise ConfigurationError(f"give_up must be a tuple of exception classes, got {give_up!r}")
+        for cls, rule in self.on.items():
+            if not _is_exception_class(cls):
+                raise ConfigurationError(f"a key of on must be an exception class, got {cls!r}")
+            if not (rule >= _ZERO if isinstance(rule, timedelta) else callable(rule)):
+                raise ConfigurationError(
+                    f"on[{cls.__name__}] must be a timedelta that is not negative, or a function of the "
+                    f"exception and the attempt, got {rule!r} (give_up names what is not tried again)"
+                )
 
     def wait(self, attempt: int, *, spread: float) -> timedelta:
         """How long to wait after failed attempt number `attempt` (from 1); `spread` in [0, 1)."""
@@ -80,3 +99,7 @@ class Retry:
                 continue
             return rule if isinstance(rule, timedelta) else rule(error, attempt)
         return self.wait(attempt, spread=spread)
+
+
+def _is_exception_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseException)

@@ -26,6 +26,7 @@ from sqlalchemy import (
     lateral,
     literal_column,
     not_,
+    null,
     or_,
     select,
     true,
@@ -105,7 +106,7 @@ def claim_statement(jobs: Table) -> Update:
             locked_by=OWNER,
             locked_until=CLOCK + LEASE,
             started_at=CLOCK,
-            progress=None,
+            progress=null(),  # None would be the JSON value null
         )
         .returning(
             c.id,
@@ -166,7 +167,12 @@ def next_due_statement(jobs: Table) -> Executable:
     lanes = lanes.union_all(select(below).where(lanes.c.priority.is_not(None)))
     first = lateral(
         select(c.run_at)
-        .where(live, c.priority == lanes.c.priority, c.run_at > STATEMENT_TIME)
+        .where(
+            live,
+            c.priority == lanes.c.priority,
+            c.run_at > STATEMENT_TIME,
+            c.run_at < literal_column("'infinity'"),  # parked: never due, and PostgreSQL 15 cannot subtract it
+        )
         .order_by(c.run_at)
         .limit(literal_column("1"))
     )
@@ -187,7 +193,14 @@ def release_unknown_statement(jobs: Table) -> Executable:
     c = jobs.c
     unknown = (
         select(c.id)
-        .where(c.queue == QUEUE, c.status == RUNNING, c.locked_by == OWNER, c.id != func.all(IDS))
+        .where(
+            c.queue == QUEUE,
+            c.status == RUNNING,
+            c.locked_by == OWNER,
+            c.id != func.all(IDS),
+            # to give it back would run it once more: its rescue cancels it
+            c.cancel_requested_at.is_(None),
+        )
         .order_by(c.id)
         .with_for_update(skip_locked=True, key_share=True)
         .cte("unknown")

@@ -159,6 +159,8 @@ def mixed_statement(tables: Tables, *, expired: bool, wait: bool) -> Executable:
             outcome.c.attempts.label("given_back"),
             outcome.c.delay,
             outcome.c.error,
+            # a handler's own Cancel is a decision, not a failure
+            case((outcome.c.status != CANCELLED, outcome.c.error), else_=null()).label("failure"),
             cast(outcome.c.result, JSONB).label("outcome_result"),
         )
         .where(_fence(jobs, outcome, expired=expired))
@@ -168,19 +170,28 @@ def mixed_statement(tables: Tables, *, expired: bool, wait: bool) -> Executable:
         .prefix_with("MATERIALIZED")
     )
     archives = or_(held.c.final == DONE, held.c.final == CANCELLED)
+    # a rescue that ends in a cancel says so in the log too: `_ended_by_us` relies on it
+    log = _logged(jobs, held, lost=expired)
+    kept = [column for column in jobs.c if column.name != "attempt_log"]
     gone = (
         delete(jobs)
         .where(jobs.c.queue == QUEUE, jobs.c.id == held.c.id, archives)
-        .returning(*jobs.c, held.c.final, held.c.error.label("reason"), held.c.outcome_result)
+        .returning(
+            *kept,
+            log.label("attempt_log"),
+            held.c.final,
+            held.c.error.label("reason"),
+            held.c.outcome_result,
+        )
         .cte("gone")
     )
     moved = archived(tables, gone).cte("moved")
-    stayed = _stayed(jobs, held, archives, lost=expired)
+    stayed = _stayed(jobs, held, archives, log=log)
     return select(func.array_agg(held.c.id), announced(stayed)).add_cte(moved)
 
 
-def _stayed(jobs: Table, held: Any, archives: Any, *, lost: bool) -> Any:
-    """Ready again, or failed for good and kept as a dead letter."""
+def _logged(jobs: Table, held: Any, *, lost: bool) -> Any:
+    """The attempt log, with a line for this end if it is a failure."""
     c = jobs.c
     entry = func.jsonb_build_object(
         literal_column("'attempt'"), c.attempts,
@@ -188,11 +199,19 @@ def _stayed(jobs: Table, held: Any, archives: Any, *, lost: bool) -> Any:
         literal_column("'at'"), CLOCK,
         literal_column("'worker'"), c.locked_by,
         literal_column("'lost'"), literal_column("true" if lost else "false"),
-        literal_column("'error'"), func.left(held.c.error, literal_column(str(LOG_ERROR_LENGTH))),
+        literal_column("'error'"), func.left(held.c.failure, literal_column(str(LOG_ERROR_LENGTH))),
     )  # fmt: skip
-    log = func.coalesce(c.attempt_log, literal_column("'[]'::jsonb", JSONB))
+    # whatever a user wrote there (JSON null, say) must not keep the job from its end
+    usable = func.jsonb_typeof(c.attempt_log) == literal_column("'array'")
+    log = case((usable, c.attempt_log), else_=literal_column("'[]'::jsonb", JSONB))
     full = func.jsonb_array_length(log) >= literal_column(str(LOG_LENGTH))
     trimmed = case((full, log.op("-")(literal_column("0"))), else_=log)
+    return case((held.c.failure.is_(None), c.attempt_log), else_=trimmed.op("||")(entry))
+
+
+def _stayed(jobs: Table, held: Any, archives: Any, *, log: Any) -> Any:
+    """Ready again, or failed for good and kept as a dead letter."""
+    c = jobs.c
     run_at = case((held.c.delay.is_(None), c.run_at), else_=CLOCK + _seconds(held.c.delay))
     return (
         update(jobs)
@@ -204,7 +223,7 @@ def _stayed(jobs: Table, held: Any, archives: Any, *, lost: bool) -> Any:
             locked_by=None,
             locked_until=None,
             last_error=func.coalesce(held.c.error, c.last_error),
-            attempt_log=case((held.c.error.is_(None), c.attempt_log), else_=trimmed.op("||")(entry)),
+            attempt_log=log,
             finished_at=case((held.c.final == FAILED, CLOCK), else_=null()),
         )
         .returning(RELATION, c.id, c.queue, c.priority, c.run_at, c.status)
@@ -379,8 +398,11 @@ def _still_ours(row: Any, lease: Lease) -> bool:
 
 
 def _ended_by_us(row: Any, lease: Lease) -> bool:
-    """The attempt of this token has ended, and not by a rescue, which always says so in the log."""
-    _, token, _, state, last, _ = row
+    """The attempt of this token has ended, by no other owner, and not by a rescue: the log says so."""
+    _, token, owner, state, last, _ = row
     if token != lease.token or state == JobStatus.RUNNING:
         return False
-    return not (isinstance(last, dict) and last.get("lost") and last.get("token") == token)
+    if not (isinstance(last, dict) and last.get("token") == token):
+        last = {}
+    # the archive remembers the owner; of a row that is ready or failed only the log does
+    return not last.get("lost") and {owner, last.get("worker")} <= {lease.owner, None}

@@ -51,24 +51,28 @@ def run(arguments: argparse.Namespace) -> int:
         log_events(events)
         worker, source = make_worker(options, events=events)
         logging.getLogger("sqla_jobs").info("database", extra={"fields": {"url": source}})
-        code = anyio.run(_until_signalled, worker, backend="asyncio")
+        return anyio.run(_until_signalled, worker, backend="asyncio")
     except SqlaJobsError as error:
         sys.stderr.write(f"sqla_jobs worker: {error}\n")
         return next(code for cls, code in _EXIT_CODES if isinstance(error, cls))
-    if code != CLEAN:
-        _leave(code)
-    return code
 
 
 async def _until_signalled(worker: Worker) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, worker.stop)
-    return await worker.run()
+    code = await worker.run()
+    if code != CLEAN:
+        _leave(code)
+    return code
 
 
 def _leave(code: int) -> None:
-    """End at once: a thread that cannot be stopped may still run its handler, whose job is given back."""
+    """End at once, from inside the loop.
+
+    A thread that cannot be stopped, or a coroutine that swallows its end, may still run a handler; its
+    job is given back already, and the loop's own farewell would wait for it.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -13,6 +13,15 @@ from sqla_jobs.tasks import Task
 
 __all__ = ["Engines", "database_url"]
 
+#: libpq waits for ever by default; a URL may say otherwise (its own parameters win).
+_NOTICE_A_DEAD_NETWORK = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+}
+
 
 def database_url(text: str | URL) -> URL:
     """A URL for psycopg, whatever driver it names: `postgres://` and `postgresql+asyncpg://` are taken too.
@@ -57,8 +66,16 @@ class Engines:
             if engine is not None or async_engine is not None:
                 raise ConfigurationError("give a URL or engines, not both")
             # a session per slot; the worker's own connections are detached, so they need no place
-            pool: dict[str, Any] = {"pool_size": concurrency + 1, "max_overflow": 4, "pool_pre_ping": True}
             target = database_url(url)
+            limits = {
+                name: value for name, value in _NOTICE_A_DEAD_NETWORK.items() if name not in target.query
+            }
+            pool: dict[str, Any] = {
+                "pool_size": concurrency + 1,
+                "max_overflow": 4,
+                "pool_pre_ping": True,
+                "connect_args": limits,
+            }
             return cls(create_engine(target, **pool), create_async_engine(target, **pool), owned=True)
         if engine is None and async_engine is None:
             raise ConfigurationError(

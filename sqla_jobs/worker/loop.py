@@ -75,7 +75,6 @@ class Worker:
         url: str | URL | None = None,
         queues: Iterable[str] | None = None,
         concurrency: int = 10,
-        threads: int | None = None,
         lease: timedelta = timedelta(seconds=60),
         poll_interval: timedelta = timedelta(seconds=5),
         drain_timeout: timedelta = timedelta(seconds=25),
@@ -85,7 +84,7 @@ class Worker:
         startup_timeout: timedelta = timedelta(seconds=30),
         events: Events | None = None,
     ) -> None:
-        _check(concurrency, threads, lease, poll_interval, drain_timeout)
+        _check(concurrency, lease, poll_interval, drain_timeout)
         for module in jobs.imports:
             import_module(module)
         if not jobs.tasks:
@@ -107,7 +106,6 @@ class Worker:
             engine=engine, async_engine=async_engine, url=url, concurrency=concurrency
         )
         self._engines.check(jobs.tasks.values())
-        self._threads = threads or concurrency
         self._lease = lease
         self._poll = poll_interval.total_seconds()
         self._drain_timeout = drain_timeout.total_seconds()
@@ -161,9 +159,7 @@ class Worker:
             async_engine=self._engines.asynchronous,
             retention=self._retention,
         )
-        self._slots = Slots(
-            self._runner, concurrency=self.concurrency, threads=self._threads, finished=self._finished
-        )
+        self._slots = Slots(self._runner, concurrency=self.concurrency, finished=self._finished)
         self._keeper = LeaseKeeper(
             self._tables,
             engine=self._engines.sync,
@@ -499,6 +495,7 @@ class Worker:
             await self._flush()
             return CLEAN if code != FORCED else code
         for run in list(self._held.values()):
+            run.draining = True
             run.cancel()
         await asyncio.sleep(0)
         await self._wait_until_settled(1.0, patient=True)
@@ -530,15 +527,12 @@ class Worker:
 
 def _check(
     concurrency: int,
-    threads: int | None,
     lease: timedelta,
     poll_interval: timedelta,
     drain_timeout: timedelta,
 ) -> None:
     if concurrency < 1:
         raise ConfigurationError(f"concurrency must be at least 1, got {concurrency}")
-    if threads is not None and threads < 1:
-        raise ConfigurationError(f"threads must be at least 1, got {threads}")
     if lease < _SHORTEST_LEASE:
         raise ConfigurationError(f"lease must be at least {_SHORTEST_LEASE.seconds} s, got {lease}")
     if poll_interval <= timedelta(0):

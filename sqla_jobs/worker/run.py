@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 from sqla_jobs.context import Attempt, Cancel, JobContext, RetryAfter, Snooze
 from sqla_jobs.core.lifecycle import Aborted, Outcome, Raised, Released, Returned, Snoozed, Verdict, judge
 from sqla_jobs.core.retention import Retention
-from sqla_jobs.errors import EntityGone, LeaseLost, PayloadError
+from sqla_jobs.errors import EntityGone, LeaseLost
 from sqla_jobs.models import Tables
 from sqla_jobs.store.claim import ClaimedJob
 from sqla_jobs.tasks import Task
@@ -38,7 +38,8 @@ class Run(Attempt):
     job: ClaimedJob = None  # type: ignore[assignment]
     task: Task[Any] = None  # type: ignore[assignment]
     running_in: "asyncio.Task[None] | None" = None
-    released: bool = False  # given back while it ran: its outcome is not wanted any more
+    released: bool = False  # given back before it ended: its outcome is not wanted any more
+    draining: bool = False  # told to end by the drain limit
     ended: bool = False
 
     def cancel(self) -> None:
@@ -79,6 +80,8 @@ class Runner:
 
     def in_thread(self, run: Run) -> Ended:
         """Run a sync handler here. Never raises."""
+        if run.lost or run.released:
+            return Ended(run, None)  # while it waited for a slot
         session: HandlerSession | None = None
 
         def open_session() -> HandlerSession:
@@ -109,6 +112,8 @@ class Runner:
 
     async def in_loop(self, run: Run) -> Ended:
         """Run an async handler here, in a context of its own. Raises nothing but GeneratorExit."""
+        if run.lost or run.released:
+            return Ended(run, None)  # while it waited for a slot
         session: AsyncSession | None = None
 
         def open_session() -> AsyncSession:
@@ -199,12 +204,10 @@ class Runner:
                 return Aborted(storable(error.reason))
             case EntityGone():
                 return Aborted(storable(str(error)))
-            case PayloadError():
-                return Raised(describe(error), None)  # it will not decode the next time either
             case RetryAfter():
                 return Raised(describe(error.__cause__ or error), error.delay)
-            case asyncio.CancelledError() if run.cancelled and not run.lost:
-                return Released()  # ours: the drain limit
+            case asyncio.CancelledError() if run.draining:
+                return Released()
         return Raised(describe(error), self._delay_after(error, run))
 
     def _delay_after(self, error: BaseException, run: Run) -> timedelta | None:

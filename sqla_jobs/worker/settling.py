@@ -24,6 +24,7 @@ __all__ = ["Answered", "Settler"]
 #: While jobs wait in the buffer, a flush waits this long for company: fewer, larger statements.
 _LINGER = 0.005
 _WORTH_A_STATEMENT = 100
+_BUSY_PAUSE = 0.1
 _LONGEST_DELAY = timedelta(days=365)
 
 #: queue, what was written, what was stale
@@ -55,6 +56,7 @@ class Settler:
         self._jobs: dict[Lease, ClaimedJob] = {}
         self._unanswered: set[Lease] = set()
         self._more = asyncio.Event()
+        self._waiting = 0
         self._closing = False
         self._gave_up = False
 
@@ -79,7 +81,7 @@ class Settler:
         pause = 0.05
         while True:
             if not self._outcomes:
-                if self._closing:
+                if self._closing and (self._gave_up or not self._waiting):
                     return
                 await self._more.wait()
                 self._more.clear()
@@ -90,13 +92,19 @@ class Settler:
             if await self._write(batch):
                 pause = 0.05
                 continue
+            # the connection is at fault: nothing else would get through either
             if self._gave_up:
                 return
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(pause * 2, 5.0)
 
+    def _again(self, entries: list[Entry]) -> None:
+        self._waiting -= 1
+        self._outcomes += entries
+        self._more.set()
+
     async def _write(self, batch: list[Entry]) -> bool:
-        """One statement per queue; False when something is still to be written."""
+        """One statement per queue; False when one got no answer."""
         complete = True
         for queue, entries in _by_queue(batch).items():
             leases = [lease for lease, _ in entries]
@@ -119,11 +127,13 @@ class Settler:
             if self._unanswered:
                 self._unanswered.difference_update(leases)
             self._apply(queue, settled)
-            complete = complete and not settled.busy
         return complete
 
     def _apply(self, queue: str, settled: Settled) -> None:
-        self._outcomes += settled.busy
+        if settled.busy:
+            # somebody holds these rows: they wait, the others do not wait for them
+            self._waiting += 1
+            asyncio.get_running_loop().call_later(_BUSY_PAUSE, self._again, settled.busy)
         for (lease, verdict), error in settled.refused:
             job = self._jobs[lease]
             self._events.emit("outcome.refused", job=lease.id, queue=queue, kind=job.kind, error=error)

@@ -27,12 +27,10 @@ class Slots:
         runner: Runner,
         *,
         concurrency: int,
-        threads: int,
         finished: Callable[[list[Ended]], None],
     ) -> None:
         self._runner = runner
         self._concurrency = concurrency
-        self._max_threads = threads
         self._finished = finished
         self._loop = asyncio.get_running_loop()
         # one lock for both buffers and the count; `woken` is its condition for threads
@@ -75,7 +73,7 @@ class Slots:
                     sync += 1
             if sync:
                 self._woken.notify(sync)
-        for _ in range(min(len(self._for_threads), self._max_threads) - len(self._threads)):
+        for _ in range(min(len(self._for_threads), self._concurrency) - len(self._threads)):
             self._start_thread()
         for _ in range(min(tasks, self._concurrency) - len(self._tasks)):
             self._tasks.append(self._loop.create_task(self._consume_in_loop()))
@@ -93,9 +91,9 @@ class Slots:
         return unstarted
 
     async def gone(self) -> None:
-        """Wait for the consumer tasks to end, after `close`."""
-        for task in self._tasks:
-            await asyncio.wait({task})
+        """After `close`, wait for the consumer tasks to end; not for a handler that swallows its end."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
 
     # -- taking
 

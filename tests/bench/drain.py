@@ -100,7 +100,9 @@ def drain(url: str, count: int, kind: str, retention: Retention, concurrency: in
     with psycopg.connect(url, autocommit=True) as connection:
         fill(connection, "jobs", kind, count)
         connection.execute("TRUNCATE jobs_archive")
-    worker = Worker(tasks(retention), url=url, concurrency=concurrency, mode="drain", lease=timedelta(seconds=60))
+    worker = Worker(
+        tasks(retention), url=url, concurrency=concurrency, mode="drain", lease=timedelta(seconds=60)
+    )
     first: list[float] = []
     worker.events.subscribe(lambda _: first.append(time.perf_counter()) if not first else None, "job.claimed")
     last: list[float] = []
@@ -116,20 +118,27 @@ def drain(url: str, count: int, kind: str, retention: Retention, concurrency: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=20_000)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--concurrency", type=int, default=10)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    with EmbeddedPostgres(durable=True, settings={"shared_buffers": "512MB", "max_wal_size": "4GB"}) as server:
+    with EmbeddedPostgres(
+        durable=True, settings={"shared_buffers": "512MB", "max_wal_size": "4GB"}
+    ) as server:
         url = server.url()
         engine = create_engine(make_url(url).set(drivername="postgresql+psycopg"))
         Base.metadata.create_all(engine)
         engine.dispose()
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(RAW_TABLE)
-        print(f"PostgreSQL {server.version}, {os.cpu_count()} cores, Python {platform.python_version()}, ", end="")
+        print(
+            f"PostgreSQL {server.version}, {os.cpu_count()} cores, Python {platform.python_version()}, ",
+            end="",
+        )
         print(f"{options.jobs} jobs, {options.repeat} interleaved repetitions, fsync on")
         if options.profile:
             profile = cProfile.Profile()
@@ -139,9 +148,13 @@ def main() -> None:
         deleted = Retention(done=timedelta(0))
         runs: dict[str, Callable[[], tuple[float, float]]] = {
             f"raw loop, batch {BATCH}": lambda: raw(url, options.jobs),
-            "worker, async, archived": lambda: drain(url, options.jobs, "noop", Retention(), options.concurrency),
+            "worker, async, archived": lambda: drain(
+                url, options.jobs, "noop", Retention(), options.concurrency
+            ),
             "worker, async, deleted": lambda: drain(url, options.jobs, "noop", deleted, options.concurrency),
-            "worker, sync, archived": lambda: drain(url, options.jobs, "noop_sync", Retention(), options.concurrency),
+            "worker, sync, archived": lambda: drain(
+                url, options.jobs, "noop_sync", Retention(), options.concurrency
+            ),
         }
         results: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
         for _ in range(options.repeat):

@@ -314,7 +314,9 @@ async def test_an_error_text_that_postgresql_refuses_is_recorded_readably(
     assert len(errors["huge"].encode()) <= 8_000
 
 
-async def test_a_payload_that_does_not_fit_fails_its_own_job_only(engine: Engine, database_url: str) -> None:
+async def test_a_payload_that_does_not_fit_costs_its_own_job_an_attempt(
+    engine: Engine, database_url: str
+) -> None:
     deep = "[" * 4000 + "]" * 4000
     for payload in ('{"other": 1}', "[1]", '{"value": "text"}', '{"value": 1%s}' % ("0" * 5000), deep):
         execute(
@@ -327,9 +329,10 @@ async def test_a_payload_that_does_not_fit_fails_its_own_job_only(engine: Engine
     async with working(shop.jobs, database_url) as (_, heard):
         await heard.settled(6)
 
-    states = rows(engine, "SELECT status, attempts FROM background_jobs")
-    assert shop.calls[-1] == 1
-    assert states.count(("failed", 1)) >= 4
+    # ready again, by the backoff: a newer worker may understand what this one does not
+    states = rows(engine, "SELECT status, attempts, last_error IS NULL FROM background_jobs")
+    assert shop.calls == [1]
+    assert states == [("ready", 1, False)] * 5
 
 
 async def test_a_job_of_an_unknown_kind_is_given_back_and_comes_later(

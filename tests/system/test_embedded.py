@@ -168,10 +168,9 @@ def test_a_fork_of_the_owner_uses_the_server_but_never_stops_it() -> None:
         "    assert server.psql('select 1') == '1\\n'\n"
         "    try:\n"
         "        server.halt('fast')\n"
-        "    except SqlaJobsError:\n"
+        "    except SqlaJobsError as refusal:\n"
         "        server.stop()\n"
-        "        sys.exit(7)\n"  # runs atexit's functions as well
-        "    sys.exit(8)\n"
+        "        sys.exit(7 if 'a fork may not' in str(refusal) else 8)\n"  # runs atexit's functions as well
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), server.psql('select 2'))"
     )
 
@@ -231,8 +230,9 @@ def test_the_callers_environment_does_not_reach_the_server(monkeypatch: pytest.M
 
     with EmbeddedPostgres(durable=False) as server:
         assert ask(server.create_database("new"), "select current_database()") == "new"
-        assert server.psql("select current_user") == "postgres\n"
-        assert server.psql("show lc_messages") == "C\n"
+        monkeypatch.setenv("PGSERVICE", "missing")
+        monkeypatch.setenv("PGOPTIONS", "-c missing=1")
+        assert server.psql("select current_user; show timezone") == "postgres\nUTC\n"
 
 
 @only_linux
