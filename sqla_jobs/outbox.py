@@ -156,7 +156,7 @@ def _hold(session: Session, it: _Put) -> None:
 def _during_flush(session: Session, it: _Put) -> None:
     """A call from a user's own flush listener: written at once, or with those that wait already."""
     calls: list[_Put] = session.info.get(_CALLS, [])
-    if calls or any(_identity(session, reference) is None for reference in it.call.arguments.references):
+    if calls or _waits(session, it):
         it.transaction = _transaction(session)
         calls.append(it)
         session.info[_CALLS] = calls
@@ -200,8 +200,13 @@ def _before_flush(session: Session, context: UOWTransaction, instances: object) 
 @event.listens_for(Session, "after_flush")
 def _after_flush(session: Session, context: UOWTransaction) -> None:
     calls: list[_Put] | None = session.info.pop(_CALLS, None)
-    if calls:
-        _write(session, calls)
+    if not calls:
+        return
+    # an entity that another after_flush listener added gets its identity in the next flush
+    waiting = {it for it in calls if _waits(session, it)}
+    if waiting:
+        session.info[_CALLS] = [it for it in calls if it in waiting]
+    _write(session, [it for it in calls if it not in waiting])
 
 
 @event.listens_for(Session, "before_commit")
@@ -239,6 +244,10 @@ def _is_pending(session: Session, reference: Reference) -> bool:
             path=reference.path,
         )
     return state.identity is None
+
+
+def _waits(session: Session, it: _Put) -> bool:
+    return any(_identity(session, reference) is None for reference in it.call.arguments.references)
 
 
 def _identity(session: Session, reference: Reference) -> tuple[Any, ...] | None:
@@ -381,12 +390,7 @@ def _row(session: Session, it: _Put) -> tuple[Any, ...]:
 
     def identity_of(reference: Reference) -> Json:
         identity = _identity(session, reference)
-        if identity is None:
-            raise PayloadError(
-                f"argument {reference.path}: the {type(reference.entity).__name__} got no primary key in "
-                "this flush",
-                path=reference.path,
-            )
+        assert identity is not None  # else the call would still wait
         return _stored(reference, identity)
 
     payload = it.call.arguments.text(identity_of)

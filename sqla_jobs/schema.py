@@ -7,7 +7,6 @@ Does not define columns or indexes (models do), and knows no Alembic.
 from collections.abc import Mapping, Sequence
 
 from sqlalchemy import DDL, Connection, Table, event, text
-from sqlalchemy.dialects import postgresql
 
 from sqla_jobs.errors import SchemaMismatch
 
@@ -37,7 +36,10 @@ JOBS_STORAGE: Mapping[str, str] = {
     "autovacuum_vacuum_cost_delay": "0",
 }
 
-_quote = postgresql.dialect().identifier_preparer.quote_identifier  # type: ignore[no-untyped-call]
+
+def _quote(name: str) -> str:
+    # not the dialect's: made for statements with parameters, it doubles a percent sign
+    return '"' + name.replace('"', '""') + '"'
 
 
 def qualified(name: str, schema: str | None) -> str:
@@ -62,7 +64,9 @@ BEGIN
       CASE WHEN g.groups > {groups} THEN '*' ELSE g.priority || ' ' || g.due || ' ' || g.queue END)
   FROM (
     SELECT queue, priority, count(*) OVER () AS groups,
-           pg_catalog.trunc(extract(epoch FROM greatest(min(run_at), pg_catalog.now())), 1) AS due
+           pg_catalog.trunc(extract(epoch FROM
+             CASE WHEN min(run_at) <= pg_catalog.statement_timestamp() THEN pg_catalog.now()
+                  ELSE min(run_at) END), 1) AS due
     FROM fresh WHERE status = 'ready' GROUP BY queue, priority
   ) g;
   RETURN NULL;
@@ -127,11 +131,7 @@ def require_schema(connection: Connection, jobs: Table) -> None:
     if _oid(connection, jobs) is None:
         raise _missing(connection, jobs)
     schema = connection.schema_for_object(jobs)
-    stamp = connection.scalar(
-        text("SELECT obj_description(to_regproc(:function), 'pg_proc')"),
-        {"function": qualified(f"{jobs.name}_announce", schema)},
-    )
-    version = int(stamp.rpartition(" ")[2]) if stamp and stamp.startswith("sqla_jobs schema ") else 0
+    version = connection.scalar(_STAMPED, {"name": qualified(jobs.name, schema)}) or 0
     if version < VERSION:
         found = f"schema {version}" if version else "no wake-up trigger of ours"
         raise SchemaMismatch(
@@ -140,6 +140,12 @@ def require_schema(connection: Connection, jobs: Table) -> None:
             "database"
         )
 
+
+# by the function of the table's own trigger, not by name: a rename of the table keeps both
+_STAMPED = text(
+    "SELECT max(substring(obj_description(tgfoid, 'pg_proc') FROM '^sqla_jobs schema ([0-9]+)$')::int) "
+    "FROM pg_trigger WHERE tgrelid = to_regclass(:name)"
+)
 
 _OID = text(
     "SELECT coalesce(pg_partition_root(relation)::oid, relation::oid)::bigint "

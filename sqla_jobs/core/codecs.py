@@ -102,7 +102,13 @@ def _step(key: object) -> str:
 
 def _named(annotation: object) -> str:
     plain = isinstance(annotation, type) and not get_args(annotation)
-    return str(getattr(annotation, "__qualname__", "?") if plain else annotation).replace("typing.", "")[:80]
+    name = str(getattr(annotation, "__qualname__", "?") if plain else annotation).replace("typing.", "")
+    return _short(name)
+
+
+def _short(name: str) -> str:
+    """What a thing is called stands at the end of its full name."""
+    return name if len(name) <= 80 else f"...{name[-77:]}"
 
 
 def _about(value: Any) -> str:
@@ -111,7 +117,7 @@ def _about(value: Any) -> str:
         return str(value)
     if kind is float or (kind is int and abs(value) < 2**64):
         return f"{kind.__name__} {value}"
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")[:80]
+    return _short(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."))
 
 
 def _refuse(at: _At, problem: str) -> NoReturn:

@@ -28,7 +28,8 @@ class Claim:
     """Claim at most `limit` jobs of `queue`.
 
     `prefetch`: more than there are free slots, so leave jobs at their last attempt alone: a crash
-    beside them would fail them without a start. `look_ahead`: ask for the next due time as well.
+    beside them would fail them without a start. `look_ahead`: if less than `limit` came, find the next
+    due time as well, and tell it by `woken` before asking what to do next.
     """
 
     queue: str
@@ -84,6 +85,7 @@ class Dispatcher:
         self._turn = list(self._queues.values())
         self._listening = False
         self._stopping = False
+        self._looking: _Queue | None = None  # where the driver looks ahead at this moment
         self._rate = 0.0
         self._ended = 0
         self._ended_since = now
@@ -95,12 +97,12 @@ class Dispatcher:
         """A job of `queue` (None: of any) is claimable in `due_in` seconds."""
         chosen = self._queues.values() if queue is None else [q] if (q := self._queues.get(queue)) else []
         for q in chosen:
+            at = now + max(due_in, 0.0)
+            q.due = min(q.due, at)
             if due_in <= 0:
-                q.due = min(q.due, now)
                 q.drained = False
-            else:
-                q.at = min(q.at, now + due_in)
-                q.due = min(q.due, q.at)
+            if due_in > 0 or q is self._looking:
+                q.at = min(q.at, at)
 
     def listening(self, alive: bool, *, now: float) -> None:
         """Whether wake-ups arrive. What was missed while they did not is looked for at once."""
@@ -116,6 +118,8 @@ class Dispatcher:
     def claimed(self, claim: Claim, *, got: int, now: float, spread: float) -> None:
         """A claim brought `got` jobs. `spread` in [0, 1) scatters the polls of many workers."""
         q = self._queues[claim.queue]
+        if claim.look_ahead and got < claim.limit:
+            self._looking = q
         self.open += got
         self.held += got
         if not claim.prefetch:
@@ -179,6 +183,7 @@ class Dispatcher:
 
     def next(self, now: float) -> Claim | Wait:
         """What to do now. After a Claim, tell `claimed` or `claim_failed` before asking again."""
+        self._looking = None
         if self._stopping:
             return Wait(None)
         room, prefetch = self._room(now)

@@ -17,9 +17,8 @@ from sqla_jobs.schema import VERSION
 
 __all__ = ["compare"]
 
-_log = logging.getLogger(
-    "alembic.autogenerate.sqla_jobs"
-)  # below "alembic": people see it as they see Alembic's
+# below "alembic": shown where Alembic's own "Detected added table" is
+_log = logging.getLogger("alembic.autogenerate.sqla_jobs")
 
 # By the trigger and not by the function's name: a jobs table whose trigger was dropped needs it again.
 _INSTALLED = text(

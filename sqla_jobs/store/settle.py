@@ -328,9 +328,9 @@ def _written(
     """Run the statement; on a data error halve the batch until one row is left with its error."""
     try:
         ids = connection.scalar(statement, _parameters(entries, retention, simple=simple))
-    except (DataError, IntegrityError) as error:
+    except (DataError, IntegrityError, UnicodeEncodeError) as error:  # the last: a lone surrogate, by the driver
         if len(entries) == 1:
-            return [(entries, None, str(error.orig))]
+            return [(entries, None, str(getattr(error, "orig", error)))]
         half = len(entries) // 2
         return [
             *_written(connection, statement, entries[:half], retention, simple=simple),

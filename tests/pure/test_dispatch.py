@@ -763,9 +763,6 @@ class Job:
     lost: bool = False
 
 
-#: What an endless queue brings: it ends at once, and is not counted.
-DROP = Job("", 0.0, 0.0)
-
 Make = Callable[..., Dispatcher]
 
 
@@ -825,11 +822,15 @@ class World:
         self.running: dict[Job, None] = {}
         self.outcomes: list[Job] = []
         self.settling = False
+        # of an endless queue: jobs that end at once, known by their number alone
+        self.waiting_drops = 0
+        self.ended_drops = 0
         self.open = 0
         self.held = 0
         # what is watched
         self.told: dict[str, float | None] = dict.fromkeys(plan.queues)
         self.hungry: dict[str, float | None] = dict.fromkeys(plan.queues)
+        self.memory: dict[str, int] = dict.fromkeys(plan.queues, 0)
         self.not_before: dict[str, float] = dict.fromkeys(plan.queues, 0.0)
         self.found_empty: dict[str, bool] = dict.fromkeys(plan.queues, False)
         self.causes: dict[str, int] = dict.fromkeys(plan.queues, 0)
@@ -871,16 +872,17 @@ class World:
 
     def _endless_plan(self) -> Plan:
         choose = self.random.choice
+        queues = ["a", "b", "c"][: choose((1, 2, 3))]
         return Plan(
-            queues=["a", "b", "c"][: choose((1, 2, 3))],
+            queues=queues,
             concurrency=choose((2, 5, 10)),
             claim_limit=choose((20, 50, 500)),
             poll=choose((0.5, 5.0)),
-            claim_latency=choose((0.002, 0.01)),
+            claim_latency=choose((0.005, 0.02)),
             settle_latency=choose((0.002, 0.01)),
             lost=0.0,
             failing=0.0,
-            endless={"b": 2.6} if self.random.random() < 0.5 else {"a": 2.6},
+            endless={choose(queues): 2.6},
         )
 
     def _populate(self) -> None:
@@ -983,12 +985,17 @@ class World:
             if due_in <= 0:
                 self._tell(each)
             else:
-                self._at(self.now + due_in, self._tell, each)
+                self._at(self.now + due_in, self._tell_late, (each, self.memory[each]))
 
     def _tell(self, queue: str) -> None:
         """From here on the dispatcher knows of a due job, if there is one."""
         if self.told[queue] is None:
             self.told[queue] = self.now
+
+    def _tell_late(self, what: tuple[str, int]) -> None:
+        queue, memory = what
+        if memory == self.memory[queue]:
+            self._tell(queue)
 
     def _listening(self, alive: bool) -> None:
         self.changed = True
@@ -1027,14 +1034,14 @@ class World:
         if self.random.random() < self.plan.failing:
             self._after(self.plan.claim_latency / 2, self._failed, step)
             return
+        self.hungry[step.queue] = None
         ready = self.ready[step.queue]
         jobs = [job for job in ready if not (step.prefetch and job.last)][: step.limit]
         if jobs:
             taken = set(jobs)
             self.ready[step.queue] = [job for job in ready if job not in taken]
-        if step.queue in self.plan.endless:
-            jobs += [DROP] * (step.limit - len(jobs))
-        self._after(self.plan.claim_latency / 2, self._answered, (step, jobs, self.now))
+        drops = step.limit - len(jobs) if step.queue in self.plan.endless else 0
+        self._after(self.plan.claim_latency / 2, self._answered, (step, jobs, drops, self.now))
 
     def _failed(self, step: Claim) -> None:
         retry_at = self.now + self.random.uniform(0.2, 1.0)
@@ -1046,9 +1053,9 @@ class World:
         self.busy = False
         self.changed = True
 
-    def _answered(self, what: tuple[Claim, list[Job], float]) -> None:
-        step, jobs, looked = what
-        queue, got = step.queue, len(jobs)
+    def _answered(self, what: tuple[Claim, list[Job], int, float]) -> None:
+        step, jobs, drops, looked = what
+        queue, got = step.queue, len(jobs) + drops
         self.dispatcher.claimed(step, got=got, now=self.now, spread=self.random.random())
         self.open += got
         self.held += got
@@ -1064,6 +1071,7 @@ class World:
             for job in jobs:
                 self.witnesses.pop(job, None)
         self.buffer.extend(jobs)
+        self.waiting_drops += drops
         self._start()
         self._check_counts()
         if step.look_ahead and short:
@@ -1077,6 +1085,7 @@ class World:
         self.busy = False
         self.changed = True
         if self.random.random() < self.plan.failing:
+            self.memory[queue] += 1  # nobody knows later times any more: the poll must do
             return
         if self.ready[queue] and self.ready[queue][-1].due > looked:
             self._wake((queue, 0.0))
@@ -1094,18 +1103,23 @@ class World:
                 self._at(self.now + job.duration, self._finished, job)
             else:
                 burst.append(job)
-        if burst:
-            self._at(self.now + 0.0001, self._ended, burst)
+        drops = 0
+        if len(self.running) < self.plan.concurrency:
+            drops, self.waiting_drops = self.waiting_drops, 0
+        if burst or drops:
+            self._at(self.now + 0.0001, self._ended, (burst, drops))
 
     def _finished(self, job: Job) -> None:
         if not job.lost:
             del self.running[job]
-            self._ended([job])
+            self._ended(([job], 0))
 
-    def _ended(self, burst: list[Job]) -> None:
+    def _ended(self, what: tuple[list[Job], int]) -> None:
+        burst, drops = what
         burst = [job for job in burst if not job.lost]
-        self._count_ends(len(burst))
+        self._count_ends(len(burst) + drops)
         self.outcomes += burst
+        self.ended_drops += drops
         self._start()
         if not self.settling:
             self._settle()
@@ -1122,25 +1136,23 @@ class World:
         self.peak = max(self.peak, self.in_window)
 
     def _settle(self) -> None:
-        if self.outcomes:
-            self.settling = True
+        self.settling = bool(self.outcomes or self.ended_drops)
+        if self.settling:
             batch, self.outcomes = self.outcomes, []
-            self._after(self.plan.settle_latency, self._settled, batch)
-        else:
-            self.settling = False
+            drops, self.ended_drops = self.ended_drops, 0
+            self._after(self.plan.settle_latency, self._settled, (batch, drops))
 
-    def _settled(self, batch: list[Job]) -> None:
+    def _settled(self, what: tuple[list[Job], int]) -> None:
+        batch, drops = what
         for job in batch:
-            if job is DROP:
-                continue
             if not job.returns:
                 self.left -= 1
                 continue
             again = replace(job, due=self.now + job.delay, returns=job.returns - 1)
             self._waits(again)
             self._wake((job.queue, job.delay))
-        self.held -= len(batch)
-        self.dispatcher.settled(len(batch))
+        self.held -= len(batch) + drops
+        self.dispatcher.settled(len(batch) + drops)
         self.changed = True
         self._check_counts()
         self._settle()
@@ -1170,7 +1182,7 @@ class World:
         ends = self.now + 1.25 * (max(self.plan.poll, 30.0) if self.listening else self.plan.poll) + 1
         while min(self.events[0][0] if self.events else inf, self.timer) < ends:
             self._step()
-        if not self.busy and (self.timer == inf or not self.dispatcher.drained):
+        if not (self.busy or self.stopped) and (self.timer == inf or not self.dispatcher.drained):
             raise Violation(f"not quiet at the end: drained {self.dispatcher.drained}, timer {self.timer}")
 
     def _is_over(self) -> bool:
@@ -1277,3 +1289,190 @@ def test_no_random_world_breaks_a_promise() -> None:
     steps = sum(world.steps for world in worlds())
 
     assert steps > 100 * WORLDS
+
+
+# -- the worlds see what is broken
+
+
+class ForgetsWakeUpsDuringAClaim(Dispatcher):
+    def woken(self, queue: str | None, *, now: float, due_in: float = 0.0) -> None:
+        under_way = [q for q in self._queues.values() if q.due == inf]
+        super().woken(queue, now=now, due_in=due_in)
+        for q in under_way:
+            q.due = inf
+
+
+class IgnoresWhatIsOpen(Dispatcher):
+    def _room(self, now: float) -> tuple[int, bool]:
+        return min(self.concurrency, self._claim_limit), False
+
+
+class IgnoresWhatIsHeld(Dispatcher):
+    def _room(self, now: float) -> tuple[int, bool]:
+        held, self.held = self.held, 0
+        room = super()._room(now)
+        self.held = held
+        return room
+
+
+class NeverPolls(Dispatcher):
+    def claimed(self, claim: Claim, *, got: int, now: float, spread: float) -> None:
+        super().claimed(claim, got=got, now=now, spread=spread)
+        q = self._queues[claim.queue]
+        if q.due == q.poll_at:
+            q.due = inf
+
+
+class PollsWithoutAPause(Dispatcher):
+    """A claim that brought nothing leaves its queue due."""
+
+    def claimed(self, claim: Claim, *, got: int, now: float, spread: float) -> None:
+        super().claimed(claim, got=got, now=now, spread=spread)
+        self._queues[claim.queue].due = now
+
+
+class PollsAsIfItListened(Dispatcher):
+    """The poll is not brought forward when wake-ups stop arriving."""
+
+    def listening(self, alive: bool, *, now: float) -> None:
+        if alive:
+            super().listening(alive, now=now)
+        self._listening = alive
+
+
+class MissesWhatItMissed(Dispatcher):
+    """What arrived while nobody listened is left to the poll."""
+
+    def listening(self, alive: bool, *, now: float) -> None:
+        if not alive:
+            super().listening(alive, now=now)
+        self._listening = alive
+
+
+class ClaimsWhileStopping(Dispatcher):
+    def stop(self) -> None:
+        pass
+
+
+class ClaimsLastAttemptsAhead(Dispatcher):
+    def next(self, now: float) -> Claim | Wait:
+        step = super().next(now)
+        return replace(step, prefetch=False) if isinstance(step, Claim) else step
+
+
+class NeverClaimsForFreeSlots(Dispatcher):
+    def _room(self, now: float) -> tuple[int, bool]:
+        self._free_slot_claim = now
+        return super()._room(now)
+
+
+class ForgetsThatLastAttemptsAreLeft(Dispatcher):
+    """A claim ahead that brought less is taken for the last word."""
+
+    def claimed(self, claim: Claim, *, got: int, now: float, spread: float) -> None:
+        super().claimed(replace(claim, prefetch=False), got=got, now=now, spread=spread)
+
+
+class ClaimsForFreeSlotsOfTheFirstInLine(Dispatcher):
+    """And so never of a quiet queue beside a busy one."""
+
+    def next(self, now: float) -> Claim | Wait:
+        for q in self._queues.values():
+            q.asked = 0.0
+        return super().next(now)
+
+
+class TakesNoTurns(Dispatcher):
+    def next(self, now: float) -> Claim | Wait:
+        self._turn.sort(key=lambda q: q.name)
+        for q in self._turn:
+            q.asked = 0.0
+        return super().next(now)
+
+
+class LeavesSlotsIdle(Dispatcher):
+    """While a little more than the slots may be open, it waits for half of that."""
+
+    def _room(self, now: float) -> tuple[int, bool]:
+        room, prefetch = super()._room(now)
+        owed = now - self._free_slot_claim >= 0.25
+        if not prefetch and not owed and self.target(now) > self.concurrency:
+            return 0, False
+        return room, prefetch
+
+
+class NeverForgetsARate(Dispatcher):
+    def _rate_at(self, now: float) -> float:
+        passed = now - self._ended_since
+        if self._ended and passed >= 0.05:
+            return (self._rate + self._ended / passed) / 2
+        return self._rate
+
+
+class KeepsDrainedDuringAClaim(Dispatcher):
+    def next(self, now: float) -> Claim | Wait:
+        drained = {q.name for q in self._turn if q.drained}
+        step = super().next(now)
+        for name in drained:
+            self._queues[name].drained = True
+        return step
+
+
+class ForgetsTimesToldAtAClaim(Dispatcher):
+    def next(self, now: float) -> Claim | Wait:
+        step = super().next(now)
+        if isinstance(step, Claim):
+            self._queues[step.queue].at = inf
+        return step
+
+
+class ForgetsTheLookAheadOfAFullClaim(Dispatcher):
+    def claimed(self, claim: Claim, *, got: int, now: float, spread: float) -> None:
+        at = self._queues[claim.queue].at
+        super().claimed(claim, got=got, now=now, spread=spread)
+        if got >= claim.limit:
+            self._queues[claim.queue].at = at
+
+
+class ForgetsTheLookAheadOfAFailedClaim(Dispatcher):
+    def claim_failed(self, claim: Claim, *, retry_at: float) -> None:
+        super().claim_failed(replace(claim, look_ahead=False), retry_at=retry_at)
+
+
+class LooksAheadOnce(Dispatcher):
+    """What a look-ahead found to be due by now is claimed without another."""
+
+    def woken(self, queue: str | None, *, now: float, due_in: float = 0.0) -> None:
+        self._looking = None
+        super().woken(queue, now=now, due_in=due_in)
+
+
+BROKEN: list[type[Dispatcher]] = [
+    ForgetsWakeUpsDuringAClaim,
+    IgnoresWhatIsOpen,
+    IgnoresWhatIsHeld,
+    NeverPolls,
+    PollsWithoutAPause,
+    PollsAsIfItListened,
+    MissesWhatItMissed,
+    ClaimsWhileStopping,
+    ClaimsLastAttemptsAhead,
+    NeverClaimsForFreeSlots,
+    ForgetsThatLastAttemptsAreLeft,
+    ClaimsForFreeSlotsOfTheFirstInLine,
+    TakesNoTurns,
+    LeavesSlotsIdle,
+    NeverForgetsARate,
+    KeepsDrainedDuringAClaim,
+    ForgetsTimesToldAtAClaim,
+    ForgetsTheLookAheadOfAFullClaim,
+    ForgetsTheLookAheadOfAFailedClaim,
+    LooksAheadOnce,
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda dispatcher: dispatcher.__name__)
+def test_a_broken_dispatcher_is_caught_by_the_worlds(broken: type[Dispatcher]) -> None:
+    with pytest.raises(Violation):
+        for _ in worlds(broken):
+            pass
