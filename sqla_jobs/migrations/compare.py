@@ -20,12 +20,12 @@ __all__ = ["compare"]
 # below "alembic": shown where Alembic's own "Detected added table" is
 _log = logging.getLogger("alembic.autogenerate.sqla_jobs")
 
-# By the trigger and not by the function's name: a jobs table whose trigger was dropped needs it again.
+# As schema.require_schema looks: by the table's own trigger, since a function alone wakes nobody.
 _INSTALLED = text(
-    "SELECT n.nspname, c.relname, obj_description(t.tgfoid, 'pg_proc') FROM pg_trigger t "
-    "JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace "
-    "WHERE t.tgname = c.relname || '_announce' "
-    "AND obj_description(t.tgfoid, 'pg_proc') LIKE 'sqla_jobs schema %'"
+    "SELECT n.nspname, c.relname, "
+    "max(substring(obj_description(t.tgfoid, 'pg_proc') FROM '^sqla_jobs schema ([0-9]+)$')::int) "
+    "FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace "
+    "GROUP BY n.nspname, c.relname"
 )
 
 
@@ -62,11 +62,8 @@ def compare(context: AutogenContext, upgrade_ops: UpgradeOps) -> PriorityDispatc
 
 
 def _installed(connection: Connection) -> dict[tuple[str | None, str], int]:
-    """The version on the stamp, by (schema, table); 0 where it says no number."""
-    versions = (
-        (schema, name, stamp.rpartition(" ")[2]) for schema, name, stamp in connection.execute(_INSTALLED)
-    )
-    return {(schema, name): int(number) if number.isdecimal() else 0 for schema, name, number in versions}
+    """The version on the stamp, by (schema, table); 0 where a trigger is not ours."""
+    return {(schema, name): version or 0 for schema, name, version in connection.execute(_INSTALLED)}
 
 
 def _jobs_tables(context: AutogenContext) -> Iterator[Table]:
