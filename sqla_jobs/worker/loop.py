@@ -252,6 +252,7 @@ class Worker:
                 return await loop()
             except Exception as error:
                 self.events.emit("loop.crashed", loop=name, error=repr(error), retry_in=pause)
+                self._dispatch.woken(None, now=time.monotonic())  # a claim may have died with its answer
             await asyncio.sleep(pause)
             pause = min(pause * 2, 10.0)
 

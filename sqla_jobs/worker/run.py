@@ -8,7 +8,7 @@ import asyncio
 import contextvars
 import random
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -105,7 +105,8 @@ class Runner:
         except BaseException as error:
             outcome = self._outcome_of(error, run)
             if session is not None:
-                _quietly(abandon, session)
+                with suppress(Exception):  # as below
+                    abandon(session)
         return self._ended(run, outcome)
 
     # -- in the loop
@@ -137,8 +138,14 @@ class Runner:
             outcome: Outcome = Returned()
             if session is not None:
                 _require_lease(run)
-                entry = self._entry(run, outcome)
-                committed = await session.run_sync(settle_through, self._tables, entry, self._retention)  # type: ignore[arg-type]
+                committed = await _to_its_end(
+                    session.run_sync(
+                        settle_through,  # type: ignore[arg-type]
+                        self._tables,
+                        self._entry(run, outcome),
+                        self._retention,
+                    )
+                )
                 if committed is not None:
                     return self._through_session(run, outcome, committed=committed)
         except GeneratorExit:
@@ -146,7 +153,8 @@ class Runner:
         except BaseException as error:
             outcome = self._outcome_of(error, run)
             if session is not None:
-                await _abandoned(session)
+                with suppress(Exception):  # the connection is broken: the server rolls back by itself
+                    await _to_its_end(session.run_sync(abandon))  # type: ignore[arg-type]
         finally:
             _forget_cancel(run)
         return self._ended(run, outcome)
@@ -197,6 +205,12 @@ class Runner:
         return Ended(run, None)
 
     def _outcome_of(self, error: BaseException, run: Run) -> Outcome:
+        try:
+            return self._understood(error, run)
+        except BaseException as worse:  # an exception class of a user's that fails when it is looked at
+            return Raised(describe(worse), run.task.retry.wait(run.job.attempt, spread=self._spread()))
+
+    def _understood(self, error: BaseException, run: Run) -> Outcome:
         match error:
             case Snooze():
                 return Snoozed(error.delay)
@@ -237,14 +251,13 @@ def _decode_and_end(session: Session, runner: Runner, run: Run) -> dict[str, obj
     return arguments
 
 
-def _quietly(undo: Callable[[Any], None], session: Any) -> None:
-    with suppress(Exception):  # the connection is broken: the server rolls back by itself
-        undo(session)
-
-
-async def _abandoned(session: AsyncSession) -> None:
-    with suppress(Exception):  # as above
-        await session.run_sync(abandon)  # type: ignore[arg-type]
+async def _to_its_end(work: Awaitable[Any]) -> Any:
+    """Await `work` whatever happens to the task that waits: a commit is never cancelled half-way."""
+    future = asyncio.ensure_future(work)
+    while not future.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({future})
+    return future.result()
 
 
 def _forget_cancel(run: Run) -> None:

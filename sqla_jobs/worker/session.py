@@ -76,6 +76,7 @@ def settle_through(
     session.commit()
     outer = session.outer
     if outer is None:
+        session.close()
         return None
     outer.execute(_LOCK_TIMEOUT)
     if not settle_within(outer, tables, entry, retention=retention):

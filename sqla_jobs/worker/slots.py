@@ -41,6 +41,7 @@ class Slots:
         self._order = 0
         self._running: set[Run] = set()
         self._closed = False
+        self._deferred = False  # a consumer found older work on the other side
         self._threads: list[threading.Thread] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._idle: deque[asyncio.Future[None]] = deque()
@@ -100,11 +101,17 @@ class Slots:
     def _take(self, mine: deque[tuple[int, Run]], other: deque[tuple[int, Run]]) -> Run | None:
         """The next of `mine`, if there is a slot and nothing older waits on the other side. Lock held."""
         if not mine or len(self._running) >= self._concurrency:
-            return None
+            return None  # whoever ends a run wakes the next
         if other and other[0][0] < mine[0][0]:
+            self._deferred = True
             return None
         run = mine.popleft()[1]
         self._running.add(run)
+        if self._deferred:
+            # somebody went back to sleep because this one was older: it may be their turn now
+            self._deferred = False
+            self._woken.notify_all()
+            self._in_loop(self._wake_all_tasks)
         return run
 
     def _end(self, ended: Ended) -> None:
@@ -146,17 +153,13 @@ class Slots:
                     if self._closed:
                         return
                     self._woken.wait()
-            ended = contextvars.Context().run(self._runner.in_thread, run)
-            self._end(ended)
-            self._woken_neighbour()
-            del run, ended
-
-    def _woken_neighbour(self) -> None:
-        """The next in line may be the loop's: a thread that takes nothing must not be its only chance."""
-        if self._for_loop and self._idle:
-            self._in_loop(lambda: self._wake_tasks(1))
+            self._end(contextvars.Context().run(self._runner.in_thread, run))
+            del run
 
     # -- tasks in the loop
+
+    def _wake_all_tasks(self) -> None:
+        self._wake_tasks(len(self._idle))
 
     def _wake_tasks(self, count: int) -> None:
         for _ in range(min(count, len(self._idle))):
@@ -171,8 +174,6 @@ class Slots:
         while True:
             with self._lock:
                 run = self._take(self._for_loop, self._for_threads)
-                if run is None and self._for_threads:
-                    self._woken.notify()
             if run is None:
                 if self._closed:
                     return

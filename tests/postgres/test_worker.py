@@ -405,6 +405,34 @@ async def test_never_more_attempts_at_once_than_concurrency(
     assert running == [0, 4]
 
 
+async def test_a_handler_that_stays_keeps_nobody_of_either_kind_waiting(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    """In the order of their claim: a thread's, the loop's, a thread's, the loop's; the first ends last."""
+    go = threading.Event()
+
+    @jobs.task(name="stays")
+    def stays() -> None:
+        go.wait(PATIENCE)
+
+    @jobs.task(name="in_loop")
+    async def in_loop() -> None:
+        pass
+
+    @jobs.task(name="in_thread")
+    def in_thread() -> None:
+        pass
+
+    with Session(engine) as session, session.begin():
+        for task in (stays, in_loop, in_thread, in_loop, in_thread, in_loop, in_loop, in_thread):
+            enqueue(session, task)
+
+    async with working(jobs, database_url, concurrency=4) as (_, heard):
+        await heard.settled(7)
+        go.set()
+        assert await heard.settled(8) == [DONE] * 8
+
+
 async def test_a_job_never_sees_the_context_variables_of_another(
     engine: Engine, database_url: str, jobs: Jobs
 ) -> None:
@@ -456,7 +484,7 @@ async def test_a_job_longer_than_its_lease_runs_once(engine: Engine, database_ur
         working(jobs, database_url, lease=timedelta(seconds=2)) as (_, heard),
         working(jobs, database_url, lease=timedelta(seconds=2)) as (_, others),
     ):
-        await heard.until(lambda _: len(heard.statuses() + others.statuses()) == 2)
+        await until(lambda: len(heard.statuses() + others.statuses()) == 2)
 
     assert heard.statuses() + others.statuses() == [DONE, DONE]
     assert shop.calls == ["start", "start"]
