@@ -39,8 +39,14 @@ COMMANDS: tuple[Command, ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Run a command; the exit code. Ctrl-C is 130, as in a shell, and no traceback."""
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(words: list[str]) -> int:
     chosen = {command.name: command for command in COMMANDS}.get(words[0]) if words else None
     if chosen is not None:
         module = chosen.load()

