@@ -15,7 +15,8 @@ __all__ = ["Claim", "Dispatcher", "Wait"]
 WINDOW = 0.1
 #: A claim asks for at most this many jobs: decoding more at once would hold the loop too long.
 CLAIM_LIMIT = 500
-#: While prefetching, jobs at their last attempt are left; this often a claim for free slots takes them.
+#: While prefetching, jobs at their last attempt are left; this often a claim for free slots takes them,
+#: of one queue that is due after the other.
 FREE_SLOT_CLAIM_EVERY = 0.25
 #: The poll of a queue that had work lately starts here and doubles while it finds nothing.
 SHORTEST_POLL = 0.5
@@ -56,6 +57,7 @@ class _Queue:
     # the first future due time told of. A claim at or after it looks ahead: for the next such time, and
     # because a timer may run a little fast
     at: float = inf
+    look_ahead: bool = False  # a look-ahead that was due has not been made, or had to be made again
 
 
 class Dispatcher:
@@ -99,10 +101,12 @@ class Dispatcher:
         for q in chosen:
             at = now + max(due_in, 0.0)
             q.due = min(q.due, at)
-            if due_in <= 0:
-                q.drained = False
-            if due_in > 0 or q is self._looking:
+            if due_in > 0:
                 q.at = min(q.at, at)
+            else:
+                q.drained = False
+                # what a look-ahead found to be due by now, perhaps: something may come after it
+                q.look_ahead = q.look_ahead or q is self._looking
 
     def listening(self, alive: bool, *, now: float) -> None:
         """Whether wake-ups arrive. What was missed while they did not is looked for at once."""
@@ -128,14 +132,13 @@ class Dispatcher:
             q.gap = SHORTEST_POLL
         if got >= claim.limit:
             q.due = now
-            if claim.look_ahead:
-                q.at = min(q.at, now)  # nobody looks ahead after a full claim: it is still to be done
+            q.look_ahead = q.look_ahead or claim.look_ahead  # nobody looks ahead after a full claim
             return
         if claim.prefetch:
             # jobs at their last attempt may have been left: a claim for free slots comes next, and of
             # this queue, however busy the others are
             q.due = now
-            self._free_slot_claim = q.asked = -inf
+            q.asked = -inf
             return
         q.due = min(q.due, q.at)
         q.drained = q.due > now  # else a wake-up arrived during the claim
@@ -150,8 +153,7 @@ class Dispatcher:
         """A claim gave no answer; the queue is due again at `retry_at`."""
         q = self._queues[claim.queue]
         q.due = min(q.due, retry_at)
-        if claim.look_ahead:
-            q.at = min(q.at, retry_at)
+        q.look_ahead = q.look_ahead or claim.look_ahead
 
     def ended(self, count: int, *, now: float) -> None:
         """So many attempts ended: their slots are free, their outcomes not yet written."""
@@ -186,31 +188,36 @@ class Dispatcher:
         self._looking = None
         if self._stopping:
             return Wait(None)
-        room, prefetch = self._room(now)
-        if not room:
-            return Wait(None)
         due = [q for q in self._turn if q.due <= now]
         if not due:
             return Wait(min(q.due for q in self._turn))
-        # not simply the first: where two queues are busy, each prefetch of one would be followed by a
-        # claim for free slots of the other, and last attempts of the first would never be claimed
-        q = due[0] if prefetch else min(due, key=_asked)
+        # A claim for free slots takes the queue that has waited longest for one, and not the first in line:
+        # beside a busy queue, last attempts of another would never be claimed. Nor does one clock for all
+        # do: queues that bring little would reset it, and a busy one never come to its turn.
+        oldest = min(due, key=_asked)
+        owed = (
+            now - self._free_slot_claim >= FREE_SLOT_CLAIM_EVERY
+            or now - oldest.asked >= FREE_SLOT_CLAIM_EVERY * len(due)
+        )
+        room, prefetch = self._room(now, owed)
+        if not room:
+            return Wait(None)
+        q = due[0] if prefetch else oldest
         # the one served goes to the end of the line
         self._turn.remove(q)
         self._turn.append(q)
-        look_ahead = now >= min(q.poll_at, q.at) or not self._listening
+        look_ahead = q.look_ahead or now >= min(q.poll_at, q.at) or not self._listening
         if q.at <= now:
             q.at = inf  # looking ahead finds the next
         q.due = inf
-        q.drained = False
+        q.look_ahead = q.drained = False
         return Claim(q.name, room, prefetch, look_ahead)
 
-    def _room(self, now: float) -> tuple[int, bool]:
+    def _room(self, now: float, owed: bool) -> tuple[int, bool]:
         """How many jobs to claim, and whether that is more than there are free slots."""
         target = self.target(now)
         if self.held >= 2 * target + self._claim_limit:
             return 0, False  # settles do not keep up: that is the back-pressure
-        owed = now - self._free_slot_claim >= FREE_SLOT_CLAIM_EVERY
         if target > self.concurrency and not owed and self.open <= target // 2:
             return min(target - self.open, self._claim_limit), True
         # also when a prefetch has to wait for half the buffer: no slot stays idle meanwhile

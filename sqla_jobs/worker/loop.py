@@ -348,6 +348,8 @@ class Worker:
         try:
             async with self._claim_lock:
                 await self._release_orphans(step.queue)
+                # before the claim: what becomes due between the two is claimed, what comes later is known
+                due_in = await self._look_ahead(step.queue) if step.look_ahead else None
                 sent = time.monotonic()
                 jobs = await self._claim_lane.run(verb, deadline=self._deadline)
         except Exception as error:
@@ -355,8 +357,9 @@ class Worker:
             return
         self._dispatch.claimed(step, got=len(jobs), now=time.monotonic(), spread=random.random())
         self._hand_out(jobs, sent)
-        if step.look_ahead and len(jobs) < step.limit:
-            await self._look_ahead(step.queue)
+        if due_in is not None and len(jobs) < step.limit:
+            now = time.monotonic()
+            self._dispatch.woken(step.queue, now=now, due_in=due_in - (now - sent))
 
     def _claim_failed(self, step: Claim, error: Exception) -> None:
         """The answer is lost: what it took runs for nobody, and is looked for before the next claim."""
@@ -383,18 +386,10 @@ class Worker:
         if released:
             self.events.emit("job.released", jobs=released, reason="the answer to their claim was lost")
 
-    async def _look_ahead(self, queue: str) -> None:
-        """When the next job of a queue becomes due, for those that no wake-up told of."""
+    async def _look_ahead(self, queue: str) -> float | None:
+        """Seconds until the next job of a queue becomes due, for those that no wake-up told of."""
         verb = partial(next_due_in, tables=self._tables, queue=queue)
-        try:
-            due_in = await self._on_claim_lane(verb)
-        except Exception as error:
-            self.events.emit(
-                "database.error", operation="look ahead", error=brief(error), retry_in=self._poll
-            )
-            return
-        if due_in is not None:
-            self._dispatch.woken(queue, now=time.monotonic(), due_in=due_in)
+        return await self._claim_lane.run(verb, deadline=self._deadline)
 
     async def _on_claim_lane(self, verb: Callable[[Connection], Any]) -> Any:
         """A lane runs one verb at a time; maintenance shares this one."""
