@@ -298,7 +298,7 @@ class _Entity:
                 path=path,
             )
         identity = tuple(key.decode(part, path, load) for key, part in zip(keys, stored, strict=True))
-        return load(self._class, identity if len(identity) > 1 else identity[0])
+        return load(self._class, identity if len(keys) > 1 else identity[0])
 
 
 def _stored(reference: Reference, identity: tuple[Any, ...]) -> Json:

@@ -75,6 +75,6 @@ def find(
     rows = session.execute(find_statement(tables), {"id": job_id}).all()
     records = []
     for row in rows:
-        values = dict(zip((*_COLUMNS, "archived"), row, strict=True))
+        values: dict[str, Any] = dict(zip((*_COLUMNS, "archived"), row, strict=True))
         records.append(JobRecord(**values | {"status": JobStatus(values["status"])}))
     return max(records, key=lambda record: (record.fencing_token, not record.archived), default=None)

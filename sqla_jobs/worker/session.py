@@ -26,7 +26,7 @@ class HandlerSession(Session):
     """A session that opens its outer transaction when it is first used."""
 
     def __init__(self, *, engine: Engine, **arguments: Any) -> None:
-        super().__init__(**arguments | {"join_transaction_mode": "create_savepoint"})
+        super().__init__(**arguments, join_transaction_mode="create_savepoint")
         self._engine = engine
         self.outer: Connection | None = None
 

@@ -21,6 +21,7 @@ from sqlalchemy import (
     ForeignKey,
     create_engine,
     event,
+    func,
     insert,
     literal_column,
     make_url,
@@ -66,7 +67,7 @@ class Errand(JobMixin, Base):
 
     __tablename__ = "errands"
 
-    weight: Mapped[int] = mapped_column(server_default="1")
+    tracking: Mapped[uuid.UUID] = mapped_column(default=uuid.uuid4, server_default=func.gen_random_uuid())
 
 
 class OfficeJob(JobMixin, Base):
@@ -637,6 +638,23 @@ def test_a_listener_that_stops_the_flush_and_a_rollback_leave_no_job(sync: Sessi
     assert payloads(engine) == [{"value": 1}]
 
 
+def test_a_savepoint_rolled_back_after_a_stopped_flush_takes_its_jobs(sync: Session, engine: Engine) -> None:
+    def stop(flushing: Session, context: object, instances: object) -> None:
+        raise ValueError("stop")
+
+    sync.add(Order(customer="Ada"))
+    savepoint = sync.begin_nested()
+    sync.add(order := Order(customer="Bob"))
+    enqueue(sync, send, order)
+    with listening(sync, "before_flush", stop), pytest.raises(ValueError, match="stop"):
+        sync.flush()
+    savepoint.rollback()
+    sync.commit()
+
+    assert payloads(engine) == []
+    assert scalar(engine, "SELECT array_agg(customer) FROM orders") == ["Ada"]
+
+
 def test_jobs_whose_entity_left_after_a_stopped_flush_still_stop_the_commit(
     sync: Session, engine: Engine
 ) -> None:
@@ -706,6 +724,26 @@ async def test_a_pending_entity_gets_its_identity_in_the_same_flush(
     await done(session.commit())
 
     assert payloads(engine) == [{"it": scalar(engine, key)}]
+
+
+@pytest.mark.parametrize("sort", ENTITIES)
+def test_what_is_stored_finds_the_entity_again(sync: Session, engine: Engine, sort: str) -> None:
+    make, task, _ = ENTITIES[sort]
+    sync.add(entity := make())
+    enqueue(sync, task, entity)
+    sync.commit()
+
+    stored = scalar(engine, "SELECT payload::text FROM background_jobs")
+    given = task.parameters.decode(stored, lambda cls, identity: sync.get(cls, identity))
+
+    assert given == {"it": entity}
+    assert entity is given["it"]
+
+
+@pytest.mark.parametrize("stored", ['{"it": ["A"]}', '{"it": ["A", 7, 8]}', '{"it": 7}', '{"it": null}'])
+def test_a_stored_key_of_another_length_is_refused_before_it_is_looked_up(stored: str) -> None:
+    with pytest.raises(PayloadError, match="it must be the primary key of Seat, which has 2 columns"):
+        keep_seat.parameters.decode(stored, lambda cls, identity: pytest.fail("looked up"))
 
 
 async def test_a_persistent_and_an_expired_entity_travel_without_a_query(
@@ -981,6 +1019,19 @@ async def test_a_call_in_a_mapper_event_is_written_once_and_whole(
     assert payloads(engine) == [*others, {"it": order_id} if argument == "entity" else {"value": 7}]
 
 
+def test_a_key_that_is_an_sql_expression_is_waited_for_in_a_listener_too(
+    sync: Session, engine: Engine
+) -> None:
+    def listener(mapper: object, connection: object, target: Order) -> None:
+        enqueue(sync, send, target)
+
+    with listening(Order, "before_insert", listener):
+        sync.add(Order(id=literal_column("40 + 2"), customer="Ada"))
+        sync.commit()
+
+    assert payloads(engine) == [{"it": 42}]
+
+
 def test_a_call_in_an_update_event_is_written_once(sync: Session, engine: Engine) -> None:
     sync.add(order := Order(customer="Ada"))
     sync.commit()
@@ -1034,6 +1085,35 @@ def test_a_listener_that_adds_a_job_back_meets_an_error_and_not_an_empty_payload
     sync.rollback()
 
     assert payloads(engine) == []
+
+
+# -- looked up again
+
+
+def test_a_job_is_found_by_its_handle_once_it_is_committed(engine: Engine) -> None:
+    with Session(engine) as session, Session(engine) as other:
+        handle = enqueue(session, count.using(queue="mail", tags=["x"]), 7)
+        session.flush()
+        before = jobs.find(other, handle.id)
+        session.commit()
+        found = jobs.find(other, handle.id)
+
+    assert before is None
+    assert found is not None
+    assert (found.id, found.kind, found.queue, found.payload) == (handle.id, "count", "mail", {"value": 7})
+    assert (found.status, found.archived, found.meta) == ("ready", False, {"tags": ["x"]})
+
+
+async def test_a_job_is_found_from_async_code(async_engine: AsyncEngine) -> None:
+    async with AsyncSession(async_engine) as session:
+        handle = enqueue(session, count, 7)
+        await session.commit()
+
+        found = await session.run_sync(jobs.find, handle.id)
+        nobody = await session.run_sync(jobs.find, handle.id + 1)
+
+    assert found is not None
+    assert (found.id, nobody) == (handle.id, None)
 
 
 # -- beside other ways to write a job
@@ -1338,11 +1418,12 @@ def test_two_job_classes_in_one_flush_take_one_insert_each(sync: Session, engine
     assert [handle.id for handle in handles[1::2]] == [row["id"] for row in rows(engine, "errands")]
 
 
-def test_a_column_of_the_users_gets_its_server_default(sync: Session, engine: Engine) -> None:
-    enqueue(sync, run, 1)
+def test_a_column_of_the_users_gets_its_server_default_in_every_row(sync: Session, engine: Engine) -> None:
+    for value in range(3):
+        enqueue(sync, run, value)
     sync.commit()
 
-    assert rows(engine, "errands")[0]["weight"] == 1
+    assert len({row["tracking"] for row in rows(engine, "errands")}) == 3
 
 
 def test_a_job_class_with_listeners_of_its_own_is_written_without_them(sync: Session, engine: Engine) -> None:
