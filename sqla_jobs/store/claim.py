@@ -171,7 +171,8 @@ def next_due_statement(jobs: Table) -> Executable:
             live,
             c.priority == lanes.c.priority,
             c.run_at > STATEMENT_TIME,
-            c.run_at < literal_column("'infinity'"),  # parked: never due, and PostgreSQL 15 cannot subtract it
+            # parked for ever: never due, and PostgreSQL 15 cannot subtract from it
+            c.run_at < literal_column("'infinity'"),
         )
         .order_by(c.run_at)
         .limit(literal_column("1"))

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from sqla_jobs.errors import ConnectionLost, DeadlineExceeded
@@ -53,9 +53,11 @@ def is_lost(error: BaseException) -> bool:
     """Whether the connection is gone: the server may or may not have done what was asked."""
     if not isinstance(error, DBAPIError):
         return isinstance(error, OSError)
-    state = sqlstate_of(error) or ""
-    # 08 connection exception, 57P0x shutdown, crash, database dropped; no state: the socket broke
-    return error.connection_invalidated or not state or state.startswith(("08", "57P0"))
+    state = sqlstate_of(error)
+    if state is None:  # not from the server: the socket broke, or the driver refuses a value
+        return error.connection_invalidated or isinstance(error, (OperationalError, InterfaceError))
+    # 08 connection exception, 57P0x shutdown, crash, database dropped
+    return error.connection_invalidated or state.startswith(("08", "57P0"))
 
 
 def brief(error: BaseException) -> str:
@@ -158,6 +160,8 @@ class SyncLane:
         connection.detach()
         with self._wires:
             self._connection, self._driver = connection, driver
+            if self.expired:  # nobody waits any more, and nobody would cut it a second time
+                raise DeadlineExceeded("no connection within the deadline")
         return connection
 
     def expire(self) -> None:
@@ -211,14 +215,18 @@ class _ThreadLane:
             future: asyncio.Future[T] = loop.create_future()
             lane = self._lane
             self._inbox.put((verb, future))
-            done, _ = await _uncancelled({future}, timeout=max(ends - time.monotonic(), 0.01))
+            waiter = _Waiter()
+            done = await waiter.wait(future, timeout=max(ends - time.monotonic(), 0.01))
             if not done:
                 lane.expire()
                 # the cut ends a statement at once; a connect to a dead network it cannot reach
-                done, _ = await _uncancelled({future}, timeout=1.0)
+                done = await waiter.wait(future, timeout=1.0)
             if not done:
+                future.cancel()  # what its thread may still bring is for nobody
                 self._inbox.put(None)
                 self._start()
+            waiter.raise_cancelled(future)
+            if not done:
                 raise DeadlineExceeded("no connection within the deadline")
             return future.result()
 
@@ -272,43 +280,48 @@ class _LoopLane:
             assert self._connection is not None
             # a task of its own: cancelling whoever waits must not cancel the statement
             statement = asyncio.ensure_future(self._connection.run_sync(verb))
-            done, _ = await _uncancelled({statement}, timeout=max(ends - time.monotonic(), 0.01))
-            expired = not done
+            waiter = _Waiter()
+            expired = not await waiter.wait(statement, timeout=max(ends - time.monotonic(), 0.01))
             if expired:
                 cut(self._driver)
-                done, _ = await _uncancelled({statement}, timeout=1.0)
-                if not done:
+                if not await waiter.wait(statement, timeout=1.0):
                     statement.cancel()
             try:
                 if expired:
                     with suppress(BaseException):
                         await statement
                     raise DeadlineExceeded("no answer within the deadline; the connection was cut")
-                return statement.result()
+                result = statement.result()
             except BaseException as error:
                 if expired or is_lost(error):
                     await self._drop()
+                waiter.raise_cancelled(statement)
                 if isinstance(error, DBAPIError) and is_lost(error):
                     raise ConnectionLost(brief(error)) from error
                 raise
+            waiter.raise_cancelled(statement)
+            return result
 
         result: T = await _with_retries(once)
         return result
 
     async def _connect(self, seconds: float) -> None:
         connecting = asyncio.ensure_future(self._open())
-        done, _ = await _uncancelled({connecting}, timeout=seconds)
-        if not done:
+        waiter = _Waiter()
+        if not await waiter.wait(connecting, timeout=seconds):
             connecting.cancel()
             with suppress(BaseException):
                 await connecting
+            waiter.raise_cancelled(connecting)
             raise DeadlineExceeded("no connection within the deadline")
         try:
             self._connection, self._driver = connecting.result()
         except BaseException as error:
+            waiter.raise_cancelled(connecting)
             if is_lost(error):
                 raise ConnectionLost(brief(error)) from error
             raise
+        waiter.raise_cancelled(connecting)
 
     async def _open(self) -> tuple[AsyncConnection, Any]:
         connection = await self._engine.connect()
@@ -337,19 +350,29 @@ class _LoopLane:
             finish(driver)
 
 
-async def _uncancelled(futures: set[Any], *, timeout: float) -> tuple[set[Any], set[Any]]:
-    """asyncio.wait that a cancellation of the caller does not end: it is raised again afterwards.
+class _Waiter:
+    """Waits on, whoever is cancelled: the cancellation is raised when all is in order again.
 
-    Waiting is bounded by the timeout, so a cancellation is late by that much at most.
+    Waiting is bounded by its timeouts, so a cancellation is late by these at most.
     """
-    ends = time.monotonic() + timeout
-    cancelled: asyncio.CancelledError | None = None
-    while True:
-        try:
-            done, pending = await asyncio.wait(futures, timeout=max(ends - time.monotonic(), 0))
-            break
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return done, pending
+
+    def __init__(self) -> None:
+        self._cancelled: asyncio.CancelledError | None = None
+
+    async def wait(self, future: "asyncio.Future[Any]", *, timeout: float) -> bool:
+        """Whether `future` was done in time."""
+        ends = time.monotonic() + timeout
+        while True:
+            try:
+                done, _ = await asyncio.wait({future}, timeout=max(ends - time.monotonic(), 0))
+            except asyncio.CancelledError as error:
+                self._cancelled = error
+            else:
+                return bool(done)
+
+    def raise_cancelled(self, future: "asyncio.Future[Any]") -> None:
+        """Raise the cancellation, if there was one; nobody will ask for the outcome of `future` then."""
+        if self._cancelled is not None:
+            if future.done() and not future.cancelled():
+                future.exception()  # retrieved
+            raise self._cancelled

@@ -76,5 +76,6 @@ def find(
     records = []
     for row in rows:
         values: dict[str, Any] = dict(zip((*_COLUMNS, "archived"), row, strict=True))
-        records.append(JobRecord(**values | {"status": JobStatus(values["status"])}))
+        values["status"] = JobStatus(values["status"])
+        records.append(JobRecord(**values))
     return max(records, key=lambda record: (record.fencing_token, not record.archived), default=None)

@@ -328,7 +328,8 @@ def _written(
     """Run the statement; on a data error halve the batch until one row is left with its error."""
     try:
         ids = connection.scalar(statement, _parameters(entries, retention, simple=simple))
-    except (DataError, IntegrityError, UnicodeEncodeError) as error:  # the last: a lone surrogate, by the driver
+    except (DataError, IntegrityError, UnicodeEncodeError) as error:
+        # UnicodeEncodeError: a lone surrogate, which the driver refuses
         if len(entries) == 1:
             return [(entries, None, str(getattr(error, "orig", error)))]
         half = len(entries) // 2
@@ -399,8 +400,8 @@ def _still_ours(row: Any, lease: Lease) -> bool:
 
 def _ended_by_us(row: Any, lease: Lease) -> bool:
     """The attempt of this token has ended, by no other owner, and not by a rescue: the log says so."""
-    _, token, owner, state, last, _ = row
-    if token != lease.token or state == JobStatus.RUNNING:
+    _, token, owner, _, last, _ = row
+    if token != lease.token:
         return False
     if not (isinstance(last, dict) and last.get("token") == token):
         last = {}

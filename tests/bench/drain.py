@@ -42,8 +42,10 @@ CREATE INDEX ON raw_jobs (locked_until) WHERE status = 'running';
 RAW_CLAIM = """
 UPDATE raw_jobs SET status = 'running', attempts = attempts + 1, locked_by = 'w',
   locked_until = now() + interval '60 s'
-WHERE id = ANY(ARRAY(SELECT id FROM raw_jobs WHERE queue = 'default' AND status = 'ready' AND run_at <= now()
-  ORDER BY priority DESC, run_at, id LIMIT %s FOR UPDATE SKIP LOCKED)) RETURNING id, kind, payload, attempts"""
+WHERE id = ANY(ARRAY(SELECT id FROM raw_jobs
+  WHERE queue = 'default' AND status = 'ready' AND run_at <= now()
+  ORDER BY priority DESC, run_at, id LIMIT %s FOR UPDATE SKIP LOCKED))
+RETURNING id, kind, payload, attempts"""
 RAW_DONE = "DELETE FROM raw_jobs WHERE id = ANY(%s) AND locked_by = 'w'"
 
 

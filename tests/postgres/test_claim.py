@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 from itertools import product
-from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, text
@@ -253,7 +252,8 @@ def _claim_through_gate(connection: Connection) -> list[tuple[int, int]]:
     sql = str(claim_statement(TABLES.jobs).compile(connection))
     start = "WHERE background_jobs.queue = %(q)s::VARCHAR AND background_jobs.status = 'ready' AND"
     head, inner, tail = sql.rpartition(start)
-    assert inner and "ORDER BY" in tail and "ORDER BY" not in head
+    assert inner
+    assert tail.count("ORDER BY") == sql.count("ORDER BY") == 1
     gate = "WHERE (SELECT 1 FROM pg_advisory_xact_lock_shared(1)) = 1 AND"
     parameters = {"q": "default", "owner": "A", "limit": 5, "lease": LEASE, "prefetch": False}
     rows = connection.exec_driver_sql(head + gate + inner.removeprefix("WHERE") + tail, parameters)

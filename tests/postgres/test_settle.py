@@ -1,7 +1,7 @@
 """What each end of an attempt does to its row, in batches, past rows that somebody holds or refuses."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -78,7 +78,7 @@ def counted(connection: Connection) -> Iterator[list[str]]:
         event.remove(connection, "before_cursor_execute", remember)
 
 
-def ended(connection: Connection, outcome: Outcome, *, max_attempts: int = 20, **columns: object) -> Row:
+def ended(connection: Connection, outcome: Outcome, *, max_attempts: int = 20, **columns: Any) -> Row:
     """The row of a job, live or archived, whose first attempt ended so; and when, by the database."""
     job = put(connection, max_attempts=max_attempts, **columns)
     lease = take_one(connection)
@@ -129,6 +129,15 @@ def test_an_exception_that_is_final_keeps_the_job_as_a_dead_letter(
     assert row["run_at"] == datetime(2020, 1, 1, tzinfo=UTC)
     assert (row["locked_by"], row["locked_until"], row["last_error"]) == (None, None, "boom")
     assert len(row["attempt_log"]) == 1
+
+
+def test_a_dead_letter_keeps_its_due_time_whatever_its_verdict_says(a: Connection) -> None:
+    job = put(a, run_at="2020-01-01 00:00+00")
+    verdict = Verdict(JobStatus.FAILED, delay=timedelta(days=1), error="boom")
+
+    written(a, (take_one(a), verdict))
+
+    assert alive(a, job)["run_at"] == datetime(2020, 1, 1, tzinfo=UTC)
 
 
 def test_a_snooze_gives_the_attempt_back_and_is_no_failure(a: Connection) -> None:
@@ -621,47 +630,49 @@ def test_a_handlers_settle_wakes_at_its_commit_and_not_if_rolled_back(
 # -- many writers
 
 
-def test_batch_writers_in_opposite_orders_do_not_deadlock(clean: Engine, a: Connection) -> None:
-    """Settle and prolong of one worker overlap on two connections, a rescuer and an operator come by."""
-    count, rounds = 60, 25
-    errors: list[BaseException] = []
-    gate = threading.Barrier(4, timeout=PATIENCE)
+def settling(connection: Connection, leases: list[Lease]) -> None:
+    written(connection, *mixed_batch(leases))
 
-    def work(step: Any, reverse: bool) -> None:
+
+def prolonging(connection: Connection, leases: list[Lease]) -> None:
+    prolong(connection, TABLES, leases, lease=LEASE)
+
+
+def rescuing(connection: Connection, leases: list[Lease]) -> None:
+    entries = [(lease, judged(Lost("A", SECOND))) for lease in leases]
+    settle_expired(connection, TABLES, entries, retention=KEEP)
+
+
+def operating(connection: Connection, leases: list[Lease]) -> None:
+    """In id order, one lock after the other, as a careful person does."""
+    with connection.engine.begin() as operator:
+        for lease in sorted(leases)[::7]:
+            run(operator, "UPDATE background_jobs SET priority = 1 WHERE id = :id", id=lease.id)
+
+
+def test_batch_writers_in_opposite_orders_do_not_deadlock(clean: Engine) -> None:
+    """Settle and prolong of one worker overlap on two connections, a rescuer and an operator come by."""
+    errors: list[BaseException] = []
+    leases: list[Lease] = []
+
+    def prepare() -> None:
+        with autocommit(clean) as connection:
+            run(connection, "DELETE FROM background_jobs")
+            put_many(connection, 60)
+            leases[:] = take(connection, limit=60)
+            expire(connection, *leases[::3])
+
+    gate = threading.Barrier(4, action=prepare, timeout=PATIENCE)
+
+    def work(step: Callable[[Connection, list[Lease]], None], reverse: bool) -> None:
         try:
             with autocommit(clean) as connection:
-                for _ in range(rounds):
-                    if gate.wait() == 0:
-                        prepare(connection)
+                for _ in range(25):
                     gate.wait()
-                    leases = sorted(current, reverse=reverse)
-                    step(connection, leases)
+                    step(connection, sorted(leases, reverse=reverse))
         except BaseException as error:
             errors.append(error)
             gate.abort()
-
-    current: list[Lease] = []
-
-    def prepare(connection: Connection) -> None:
-        run(connection, "DELETE FROM background_jobs")
-        put_many(connection, count)
-        current[:] = take(connection, limit=count)
-        expire(connection, *current[::3])
-
-    def settling(connection: Connection, leases: list[Lease]) -> None:
-        written(connection, *mixed_batch(leases))
-
-    def prolonging(connection: Connection, leases: list[Lease]) -> None:
-        prolong(connection, TABLES, leases, lease=LEASE)
-
-    def rescuing(connection: Connection, leases: list[Lease]) -> None:
-        entries = [(lease, judged(Lost("A", SECOND))) for lease in leases]
-        settle_expired(connection, TABLES, entries, retention=KEEP)
-
-    def operating(connection: Connection, leases: list[Lease]) -> None:
-        with connection.engine.begin() as operator:
-            for lease in leases[::7]:  # in id order, one lock after the other, as a careful person does
-                run(operator, "UPDATE background_jobs SET priority = 1 WHERE id = :id", id=lease.id)
 
     threads = [
         threading.Thread(target=work, args=arguments)
