@@ -27,6 +27,7 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "listen.lost": ("error", "retry_in"),
     "listen.unavailable": ("reason",),
     "database.error": ("operation", "error", "retry_in"),
+    "archive.refused": ("job", "queue", "kind", "error"),
     "outcome.refused": ("job", "queue", "kind", "error"),
     "loop.crashed": ("loop", "error", "retry_in"),
 }

@@ -12,6 +12,8 @@ __all__ = ["Retention"]
 class Retention:
     """How long finished jobs are kept: zero deletes at once, None keeps for ever.
 
+    (Failed jobs are looked through every ten minutes, so zero means within ten minutes for them.)
+
     `done` and `cancelled` jobs are kept in the archive, `failed` ones in the jobs table as dead letters.
 
     Raises `ConfigurationError` for a value that is not a duration, or a negative one.

@@ -14,6 +14,7 @@ __all__ = ["Retry"]
 
 Delay = timedelta | Callable[[BaseException, int], timedelta | None]
 _ZERO = timedelta(0)
+_LONGEST = timedelta(days=36_525)  # beyond it lies the end of PostgreSQL's calendar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +54,11 @@ class Retry:
             value = getattr(self, name)
             if not isinstance(value, timedelta):
                 raise ConfigurationError(f"{name} must be a timedelta, got {value!r}")
-        if self.delay < _ZERO or self.cap < _ZERO:
-            raise ConfigurationError(f"delay and cap must not be negative, got {self.delay} and {self.cap}")
+        if self.delay < _ZERO or not _ZERO <= self.cap <= _LONGEST:
+            raise ConfigurationError(
+                "delay must not be negative, cap must lie between 0 and 100 years, "
+                f"got {self.delay} and {self.cap}"
+            )
         if not self.factor >= 1:
             raise ConfigurationError(f"factor must be 1 or more, got {self.factor}")
         if not 0 <= self.jitter <= 1:

@@ -85,7 +85,7 @@ def claim_statement(jobs: Table) -> Update:
         c.ordering_key.is_(None),
         c.run_at <= STATEMENT_TIME,
         # guarantee 5: a prefetched last attempt would be failed by a crash beside it, without a start
-        or_(not_(bindparam("prefetch", type_=Boolean)), c.attempts + literal_column("1") < c.max_attempts),
+        or_(not_(bindparam("prefetch", type_=Boolean)), c.attempts < c.max_attempts - literal_column("1")),
         # an expired row that was never claimed is not started; store.rescue cancels it
         or_(c.expires_at.is_(None), c.expires_at > STATEMENT_TIME, c.fencing_token > literal_column("0")),
     )
@@ -101,8 +101,10 @@ def claim_statement(jobs: Table) -> Update:
         .where(c.queue == QUEUE, c.status == READY, c.id == any_(func.array(chosen.scalar_subquery())))
         .values(
             status=RUNNING,
-            attempts=c.attempts + literal_column("1"),
-            fencing_token=c.fencing_token + literal_column("1"),
+            # capped: one row that somebody set to the largest number must not fail every claim of its queue
+            attempts=func.least(c.attempts, literal_column("2147483646")) + literal_column("1"),
+            fencing_token=func.least(c.fencing_token, literal_column("9223372036854775806"))
+            + literal_column("1"),
             locked_by=OWNER,
             locked_until=CLOCK + LEASE,
             started_at=CLOCK,

@@ -13,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Connection,
     Double,
     Executable,
@@ -77,6 +78,7 @@ class Settled:
     busy: list[Entry] = field(default_factory=list)
     stale: list[Entry] = field(default_factory=list)
     refused: list[tuple[Entry, str]] = field(default_factory=list)
+    kept: list[tuple[Entry, str]] = field(default_factory=list)  # written, but not archived, and why
 
     def add(self, other: "Settled") -> "Settled":
         """The union of both."""
@@ -84,6 +86,7 @@ class Settled:
         self.busy += other.busy
         self.stale += other.stale
         self.refused += other.refused
+        self.kept += other.kept
         return self
 
 
@@ -134,8 +137,12 @@ def done_statement(tables: Tables, *, wait: bool) -> Executable:
 
 
 @cache
-def mixed_statement(tables: Tables, *, expired: bool, wait: bool) -> Executable:
-    """Any verdicts: final ones move to the archive, the rest is updated in place."""
+def mixed_statement(tables: Tables, *, expired: bool, wait: bool, in_place: bool = False) -> Executable:
+    """Any verdicts: final ones move to the archive, the rest is updated in place.
+
+    `in_place` is for a row that cannot leave the jobs table (a user's foreign key points at it, say):
+    it stays there as done or cancelled, for settling must never fail for want of the archive.
+    """
     jobs = tables.jobs
     outcome = unnested(
         ("id", BigInteger, "ids"),
@@ -169,7 +176,9 @@ def mixed_statement(tables: Tables, *, expired: bool, wait: bool) -> Executable:
         .cte("held")
         .prefix_with("MATERIALIZED")
     )
-    archives = or_(held.c.final == DONE, held.c.final == CANCELLED)
+    archives: Any = or_(held.c.final == DONE, held.c.final == CANCELLED)
+    if in_place:
+        archives = literal_column("false", Boolean)
     # a rescue that ends in a cancel says so in the log too: `_ended_by_us` relies on it
     log = _logged(jobs, held, lost=expired)
     kept = [column for column in jobs.c if column.name != "attempt_log"]
@@ -210,7 +219,7 @@ def _logged(jobs: Table, held: Any, *, lost: bool) -> Any:
 
 
 def _stayed(jobs: Table, held: Any, archives: Any, *, log: Any) -> Any:
-    """Ready again, or failed for good and kept as a dead letter."""
+    """Ready again, failed for good and kept as a dead letter, or kept because the archive refused it."""
     c = jobs.c
     run_at = case((held.c.delay.is_(None), c.run_at), else_=CLOCK + _seconds(held.c.delay))
     return (
@@ -224,7 +233,8 @@ def _stayed(jobs: Table, held: Any, archives: Any, *, log: Any) -> Any:
             locked_until=None,
             last_error=func.coalesce(held.c.error, c.last_error),
             attempt_log=log,
-            finished_at=case((held.c.final == FAILED, CLOCK), else_=null()),
+            finished_at=case((held.c.final != READY, CLOCK), else_=null()),
+            result=func.coalesce(held.c.outcome_result, c.result),
         )
         .returning(RELATION, c.id, c.queue, c.priority, c.run_at, c.status)
         .cte("stayed")
@@ -272,7 +282,7 @@ def settle(
     missing: list[Entry] = []
     for part, ids, error in _written(connection, statement, entries, retention, simple=simple):
         if error is not None:
-            settled.refused.append((part[0], error))
+            _settle_in_place(connection, tables, part[0], error, settled, retention)
         elif ids is not None and len(ids) == len(part):
             settled.written += part
         else:
@@ -282,6 +292,24 @@ def settle(
     if missing:
         settled.add(_look(connection, tables, missing, queue=queue, answer_lost=answer_lost))
     return settled
+
+
+def _settle_in_place(
+    connection: Connection, tables: Tables, entry: Entry, error: str, settled: Settled, retention: Retention
+) -> None:
+    """What could not be archived stays in the jobs table; what cannot be written at all is refused."""
+    if entry[1].status not in (JobStatus.DONE, JobStatus.CANCELLED):
+        settled.refused.append((entry, error))
+        return
+    statement = mixed_statement(tables, expired=False, wait=False, in_place=True)
+    for _, ids, refusal in _written(connection, statement, [entry], retention, simple=False):
+        if refusal is not None:
+            settled.refused.append((entry, refusal))
+        elif ids:
+            settled.written.append(entry)
+            settled.kept.append((entry, error))
+        else:
+            settled.busy.append(entry)  # held or lost in this moment: the next try looks
 
 
 def settle_within(connection: Connection, tables: Tables, entry: Entry, *, retention: Retention) -> bool:

@@ -32,6 +32,7 @@ _LEVELS = {
     "listen.lost": logging.WARNING,
     "listen.unavailable": logging.WARNING,
     "database.error": logging.WARNING,
+    "archive.refused": logging.WARNING,
     "outcome.refused": logging.ERROR,
     "loop.crashed": logging.ERROR,
 }

@@ -134,6 +134,9 @@ class Settler:
             # somebody holds these rows: they wait, the others do not wait for them
             self._waiting += 1
             asyncio.get_running_loop().call_later(_BUSY_PAUSE, self._again, settled.busy)
+        for (lease, _), error in settled.kept:
+            job = self._jobs[lease]
+            self._events.emit("archive.refused", job=lease.id, queue=queue, kind=job.kind, error=error)
         for (lease, verdict), error in settled.refused:
             job = self._jobs[lease]
             self._events.emit("outcome.refused", job=lease.id, queue=queue, kind=job.kind, error=error)

@@ -818,3 +818,42 @@ async def test_every_connection_is_closed_when_the_worker_has_stopped(
     query = "SELECT 1 WHERE NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = :database)"
     await until_row(other, query, database=database)
     other.dispose()
+
+
+async def test_a_row_that_cannot_leave_the_jobs_table_is_done_there_and_does_not_run_again(
+    engine: Engine, database_url: str
+) -> None:
+    """A user's foreign key without ON DELETE points at it: the archive can never have it."""
+    execute(
+        engine,
+        "CREATE TABLE mine (job_id bigint, job_queue text, "
+        "FOREIGN KEY (job_id, job_queue) REFERENCES background_jobs (id, queue))",
+    )
+    held, free = put(engine, shop.note, 1), put(engine, shop.note, 2)
+    execute(engine, "INSERT INTO mine VALUES (:job, 'default')", job=held)
+
+    async with working(shop.jobs, database_url) as (_, heard):
+        assert await heard.settled(2) == [DONE, DONE]
+
+    assert shop.calls == [1, 2]
+    live = rows(engine, "SELECT id, status, finished_at IS NOT NULL, locked_by FROM background_jobs")
+    assert live == [(held, "done", True, None)]
+    assert rows(engine, "SELECT id FROM background_jobs_archive") == [(free,)]
+    [refused] = heard.named("archive.refused")
+    assert refused.fields["job"] == held
+
+
+async def test_a_row_with_the_largest_numbers_does_not_fail_the_claims_of_its_queue(
+    engine: Engine, database_url: str
+) -> None:
+    numbers = ("attempts = 2147483647", "max_attempts = 2147483647", "fencing_token = 9223372036854775807")
+    for extreme in numbers:
+        job = put(engine, shop.note, 0)
+        execute(engine, f"UPDATE background_jobs SET {extreme} WHERE id = :job", job=job)
+    put(engine, shop.note, 1)
+
+    async with working(shop.jobs, database_url) as (_, heard):
+        await heard.settled(4)
+
+    assert 1 in shop.calls
+    assert heard.named("database.error") == []
