@@ -111,7 +111,7 @@ def test_an_attempt_before_the_first_waits_like_the_first() -> None:
 @settings(max_examples=500, deadline=None)
 @given(
     delay=st.timedeltas(min_value=timedelta(0)),
-    cap=st.timedeltas(min_value=timedelta(0)),
+    cap=st.timedeltas(min_value=timedelta(0), max_value=timedelta(days=36_525)),
     factor=st.one_of(st.integers(1, 10), st.floats(min_value=1, allow_nan=False)),
     jitter=st.floats(0, 1),
     attempt=st.integers(0, 2**31 - 1),
@@ -235,8 +235,12 @@ def not_a_class(error: BaseException) -> None:
         ({"max_attempts": 0}, "max_attempts must be at least 1 and fit an int, got 0"),
         ({"max_attempts": -3}, "got -3"),
         ({"max_attempts": 2**31}, "got 2147483648"),
-        ({"delay": seconds(-1)}, "delay and cap must not be negative, got -1 day, 23:59:59"),
-        ({"cap": seconds(-2)}, "delay and cap must not be negative, got 0:00:02 and -1 day, 23:59:58"),
+        (
+            {"delay": seconds(-1)},
+            "delay must not be negative, cap must lie between 0 and 100 years, got -1 day",
+        ),
+        ({"cap": seconds(-2)}, "cap must lie between 0 and 100 years, got 0:00:02 and -1 day, 23:59:58"),
+        ({"cap": timedelta.max}, "cap must lie between 0 and 100 years, got 0:00:02 and 999999999 days"),
         ({"delay": 2}, "delay must be a timedelta, got 2"),
         ({"cap": 3600.0}, "cap must be a timedelta, got 3600.0"),
         ({"factor": 0.99}, "factor must be 1 or more, got 0.99"),

@@ -94,7 +94,7 @@ async def test_nothing_is_lost_or_run_twice_at_once_when_workers_are_killed(
     assert set(ended) == {f"job{number}" for number in range(200)}
     # a second end is a job whose worker was killed after its last line and before its settle
     rescued = rows(engine, "SELECT count(*) FROM background_jobs_archive WHERE attempts > 1")
-    assert sum(ended.values()) - 200 <= rescued[0][0] <= 5
+    assert sum(ended.values()) - 200 <= rescued[0][0] <= 20
 
 
 async def test_a_job_never_runs_in_two_workers_at_once_while_both_live(
