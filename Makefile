@@ -51,7 +51,7 @@ full: ci bench ## the gate, the benchmarks, the suite on every newer Python foun
 	done
 
 bench: ## the benchmarks (alone on the machine, or the figures mean nothing)
-	$(BIN)/pytest -s --timeout=0 tests/bench
+	$(BIN)/python tests/bench/drain.py
 
 clean: ## remove what was built or cached; keeps .venv
 	rm -rf dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -4,7 +4,7 @@ DDL as text, and the events that run it under `create_all`; an Alembic operation
 Does not define columns or indexes (models do), and knows no Alembic.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sqlalchemy import DDL, Connection, Table, event, text
 
@@ -18,6 +18,7 @@ __all__ = [
     "install",
     "qualified",
     "require_schema",
+    "require_tables",
     "uninstall",
 ]
 
@@ -139,6 +140,13 @@ def require_schema(connection: Connection, jobs: Table) -> None:
             f"{VERSION}: run your migrations (alembic upgrade head), or metadata.create_all() on an empty "
             "database"
         )
+
+
+def require_tables(connection: Connection, tables: Iterable[Table]) -> None:
+    """Raise `SchemaMismatch` unless these exist too."""
+    for table in tables:
+        if _oid(connection, table) is None:
+            raise _missing(connection, table)
 
 
 # by the function of the table's own trigger, not by name: a rename of the table keeps both

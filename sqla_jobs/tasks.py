@@ -226,7 +226,7 @@ class Jobs:
         self.tables: Tables = tables_of(self.Job)
         self.engine = engine
         self.async_engine = async_engine
-        self.imports = tuple(imports)
+        self.imports = _texts("imports", imports)
         self.retention = retention
         self._tasks: dict[str, Task[Any]] = {}
 
@@ -304,6 +304,11 @@ class Jobs:
 
         From async code: `await session.run_sync(jobs.find, job_id)`.
         """
+        if not isinstance(session, (Session, scoped_session, Connection)):
+            raise ConfigurationError(
+                f"jobs.find takes a Session or a Connection, got {type(session).__name__}; "
+                "from async code: await session.run_sync(jobs.find, job_id)"
+            )
         return store_find.find(session, self.tables, job_id)
 
 
@@ -317,9 +322,13 @@ def enqueue(session: AnySession, task: Task[P], /, *args: P.args, **kwargs: P.kw
     Raises `ArgumentError` (the call does not fit the signature), `PayloadError` (a value cannot travel;
     says which), `ConfigurationError` (not a session, not a task).
     """
-    if not isinstance(task, Task):  # whoever checks no types
-        name = getattr(task, "__qualname__", repr(task))  # type: ignore[unreachable]
-        raise ConfigurationError(f"{name} is not a task: decorate it with @jobs.task")
+    if isinstance(session, Task):  # whoever checks no types
+        raise ConfigurationError("the session comes first: enqueue(session, task, arguments)")
+    if not isinstance(task, Task):
+        name = getattr(task, "__qualname__", type(task).__name__)  # type: ignore[unreachable]
+        raise ConfigurationError(
+            f"{name} is not a task: decorate the function with @jobs.task, and pass it without calling it"
+        )
     return outbox.put(session, task.jobs.Job, task.call(*args, **kwargs))
 
 

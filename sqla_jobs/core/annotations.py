@@ -54,12 +54,20 @@ from sqla_jobs.errors import PayloadError
 def _enum(cls: type[Enum]) -> _Codec:
     """By value if every value is a str or an int, else by name; flags by their int."""
     if issubclass(cls, Flag):
-        return _via(_INT, cls, lambda member: member.value, cls)
+        return _via(_INT, cls, lambda member: member.value, lambda number: _flag(cls, number))
     by_value = all(type(member.value) in (str, int) for member in cls)
     members = {member.value if by_value else member.name: member for member in cls}
     kinds = frozenset(map(type, members))
     inner = _ANY if len(kinds) != 1 else _INT if int in kinds else _STR
     return _via(inner, cls, lambda m: m.value if by_value else m.name, members.__getitem__, kinds=kinds)
+
+
+def _flag(cls: type[Flag], number: int) -> Flag:
+    """The flag of a stored number; Python 3.11.2 makes an empty one of bits that it does not know."""
+    flag = cls(number)
+    if flag.value != number:
+        raise ValueError(f"{number} is no {cls.__name__}")
+    return flag
 
 
 def _literal(values: tuple[Any, ...], codec: Callable[[Any], _Codec], name: str) -> _Codec:

@@ -90,7 +90,8 @@ class Engines:
 
     def check(self, tasks: Iterable[Task[Any]]) -> None:
         """Raise `ConfigurationError` when a task needs a session of a kind that no engine here makes."""
-        needy = {task.kind: task for task in tasks if task.takes_context or task.takes_entities}
+        # takes_entities first: it compiles the annotations of every task, which must not fail later
+        needy = {task.kind: task for task in tasks if task.takes_entities or task.takes_context}
         for missing, is_async, argument in (
             (self.sync is None, False, "engine"),
             (self.asynchronous is None, True, "async_engine"),

@@ -26,7 +26,7 @@ from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import JobStatus, Released, Verdict, judge
 from sqla_jobs.errors import AppError, ConfigurationError, ConnectionLost, DatabaseUnreachable, SqlaJobsError
 from sqla_jobs.events import Events
-from sqla_jobs.schema import require_schema
+from sqla_jobs.schema import require_schema, require_tables
 from sqla_jobs.store.claim import ClaimedJob, claim, next_due_in, release_unknown
 from sqla_jobs.store.door import Lane, brief, lane_on
 from sqla_jobs.tasks import Jobs
@@ -84,9 +84,10 @@ class Worker:
         startup_timeout: timedelta = timedelta(seconds=30),
         events: Events | None = None,
     ) -> None:
-        _check(concurrency, lease, poll_interval, drain_timeout)
-        for module in jobs.imports:
-            import_module(module)
+        _check(concurrency, lease=lease, poll_interval=poll_interval, drain_timeout=drain_timeout)
+        if isinstance(queues, str):
+            raise ConfigurationError(f"queues takes several names, got one: write [{queues!r}]")
+        _import(jobs.imports)
         if not jobs.tasks:
             raise AppError(
                 "no task is registered: import the modules that define them, or name them in "
@@ -187,6 +188,7 @@ class Worker:
         )
         self._held: dict[Lease, Run] = {}
         self._orphans: dict[str, list[float]] = {}
+        self._claim_failures = 0
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
@@ -355,6 +357,7 @@ class Worker:
         except Exception as error:
             self._claim_failed(step, error)
             return
+        self._claim_failures = 0
         self._dispatch.claimed(step, got=len(jobs), now=time.monotonic(), spread=random.random())
         self._hand_out(jobs, sent)
         if due_in is not None and len(jobs) < step.limit:
@@ -363,7 +366,8 @@ class Worker:
 
     def _claim_failed(self, step: Claim, error: Exception) -> None:
         """The answer is lost: what it took runs for nobody, and is looked for before the next claim."""
-        pause = 0.2 + random.random() * 0.8
+        self._claim_failures += 1
+        pause = min(0.25 * 2**self._claim_failures, 10.0) * (0.5 + random.random() / 2)
         now = time.monotonic()
         if isinstance(error, ConnectionLost):
             # once at once, and once more: a server that did not notice the cut may still be at it
@@ -489,7 +493,7 @@ class Worker:
         if not self._held:
             # everything has ended; only outcomes are left, which no handler can hurry
             await self._flush()
-            return CLEAN if code != FORCED else code
+            return CLEAN if code != FORCED and not self._dispatch.held else code
         for run in list(self._held.values()):
             run.draining = True
             run.cancel()
@@ -521,12 +525,22 @@ class Worker:
                 wait.cancel()
 
 
-def _check(
-    concurrency: int,
-    lease: timedelta,
-    poll_interval: timedelta,
-    drain_timeout: timedelta,
-) -> None:
+def _import(modules: Iterable[str]) -> None:
+    for module in modules:
+        try:
+            import_module(module)
+        except Exception as error:
+            raise AppError(
+                f"Jobs(imports=[{module!r}]) cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _check(concurrency: int, **durations: timedelta) -> None:
+    for name, value in durations.items():
+        if not isinstance(value, timedelta):
+            raise ConfigurationError(f"{name} must be a timedelta, got {value!r}")
+    lease, poll_interval = durations["lease"], durations["poll_interval"]
+    drain_timeout = durations["drain_timeout"]
     if concurrency < 1:
         raise ConfigurationError(f"concurrency must be at least 1, got {concurrency}")
     if lease < _SHORTEST_LEASE:
@@ -539,3 +553,4 @@ def _check(
 
 def _check_schema(tables: Any, connection: Connection) -> None:
     require_schema(connection, tables.jobs)
+    require_tables(connection, (tables.archive,))

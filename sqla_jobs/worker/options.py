@@ -9,6 +9,7 @@ import importlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 from sqla_jobs.errors import AppError, ConfigurationError
 from sqla_jobs.events import Events
-from sqla_jobs.tasks import Jobs
+from sqla_jobs.tasks import Jobs, Task
 from sqla_jobs.telemetry.logs import FORMATS
 from sqla_jobs.worker.engines import database_url
 from sqla_jobs.worker.loop import Worker
@@ -77,7 +78,7 @@ OPTIONS: tuple[_Option, ...] = (
         ("-q", "--queue"),
         str,
         None,
-        "a queue to work; repeat it (default: the queues of your tasks)",
+        "a queue to work; repeat it (default: those of your tasks); the variable takes several: a,b",
         also=("QUEUE_NAME",),
         metavar="NAME",
     ),
@@ -224,11 +225,17 @@ def load_app(name: str | None) -> Jobs:
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
-        raise AppError(f"--app {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise AppError(
+            f"--app {name!r} cannot be imported: {type(error).__name__}: {error} "
+            f"({where.filename}, line {where.lineno})"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise AppError(f"--app {name!r}: {module_name} has no {attribute}")
         found = getattr(found, part)
+    if isinstance(found, Task):
+        raise AppError(f"--app {name!r} is a task; name the Jobs that it belongs to")
     if callable(found) and not isinstance(found, Jobs):
         try:
             found = found()

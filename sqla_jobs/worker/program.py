@@ -19,6 +19,7 @@ from sqla_jobs.errors import (
     DatabaseUnreachable,
     SchemaMismatch,
     SqlaJobsError,
+    TaskDefinitionError,
 )
 from sqla_jobs.events import Events
 from sqla_jobs.telemetry.logs import configure, log_events
@@ -29,6 +30,7 @@ __all__ = ["main", "run"]
 
 _EXIT_CODES: tuple[tuple[type[SqlaJobsError], int], ...] = (
     (AppError, 3),
+    (TaskDefinitionError, 3),
     (SchemaMismatch, 4),
     (DatabaseUnreachable, 5),
     (SqlaJobsError, 2),

@@ -193,8 +193,7 @@ class Runner:
 
     def _ended(self, run: Run, outcome: Outcome) -> Ended:
         run.ended = True
-        if run.lost or run.released:
-            return Ended(run, None)
+        # also of a run that was lost or given back: whoever keeps the books knows, and leaves it out
         return Ended(run, self._judged(run, outcome))
 
     def _through_session(self, run: Run, outcome: Outcome, *, committed: bool) -> Ended:

@@ -1,6 +1,6 @@
 """A drain of no-op jobs by one worker, beside the floor: a raw psycopg claim-and-delete loop, in one run.
 
-usage: python tests/bench/drain.py [--jobs 20000] [--repeat 3] [--concurrency 10] [--sync] [--profile]
+usage: python tests/bench/drain.py [--jobs 20000] [--repeat 3] [--concurrency 10] [--profile]
 
 The two are interleaved on one private server (fsync on), and medians and their ratio are printed. The
 worker has every feature on: leases, fence, archive, events, context per job. The floor has none.

@@ -1376,7 +1376,7 @@ def _plain_function(value: int) -> None: ...
 
 @pytest.mark.parametrize("given", [_plain_function, None, "count"])
 def test_what_is_not_a_task_is_refused(given: Any, sync: Session) -> None:
-    with pytest.raises(ConfigurationError, match=r"is not a task: decorate it with @jobs\.task"):
+    with pytest.raises(ConfigurationError, match=r"is not a task: decorate the function with @jobs\.task"):
         enqueue(sync, given, 1)
 
     assert list(sync.new) == []
