@@ -369,6 +369,8 @@ def _why_not(function: Any, *, named: bool) -> str | None:
         return f"it is a {type(function).__name__}, not a function: write a def that calls it"
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         return "it is a generator, which would do nothing when called: return a value instead"
+    if inspect.iscoroutinefunction(inspect.unwrap(function)) and not inspect.iscoroutinefunction(function):
+        return "it is a plain function around an async def, which would never run: make the wrapper async too"
     if function.__name__ == "<lambda>":
         return "a lambda has no name to find it by: write a def"
     outer, _, own = function.__qualname__.rpartition("<locals>.")

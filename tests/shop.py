@@ -93,6 +93,16 @@ async def hold_async(ctx: AsyncJobContext, path: str, line: str, seconds: float)
     await asyncio.wait_for(asyncio.Event().wait(), seconds)
 
 
+@jobs.task(queue="files", retry=Retry(max_attempts=1))
+async def exit_in_a_child() -> None:
+    """A library's task of its own that calls sys.exit."""
+
+    async def child() -> None:
+        raise SystemExit(3)
+
+    await asyncio.gather(child())
+
+
 def _append(path: str, line: str) -> None:
     # one write of one line in append mode is not torn
     with Path(path).open("a", buffering=1) as file:

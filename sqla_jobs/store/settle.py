@@ -34,12 +34,13 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.exc import DataError, IntegrityError
+from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 
 from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import JobStatus, Verdict
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.models import Tables
+from sqla_jobs.store.door import brief, sqlstate_of
 from sqla_jobs.store.parts import (
     CLOCK,
     IDS,
@@ -356,16 +357,30 @@ def _written(
     """Run the statement; on a data error halve the batch until one row is left with its error."""
     try:
         ids = connection.scalar(statement, _parameters(entries, retention, simple=simple))
-    except (DataError, IntegrityError, UnicodeEncodeError) as error:
-        # UnicodeEncodeError: a lone surrogate, which the driver refuses
+    except Exception as error:
+        if not _is_rows_fault(error):
+            raise
         if len(entries) == 1:
-            return [(entries, None, str(getattr(error, "orig", error)))]
+            return [(entries, None, brief(error))]
         half = len(entries) // 2
         return [
             *_written(connection, statement, entries[:half], retention, simple=simple),
             *_written(connection, statement, entries[half:], retention, simple=simple),
         ]
     return [(entries, ids, None)]
+
+
+def _is_rows_fault(error: Exception) -> bool:
+    """Whether one row's values are to blame: then the others must not suffer.
+
+    Data (22), integrity (23), limits (54), what a user's trigger raises (P0), and values that the driver
+    cannot adapt. Not what fails for every row alike (privileges, a missing table, a full disk): that is
+    tried again, whole.
+    """
+    if not isinstance(error, DBAPIError):
+        return not isinstance(error, SQLAlchemyError)
+    state = sqlstate_of(error)
+    return isinstance(error, DataError) if state is None else state[:2] in {"22", "23", "54", "P0"}
 
 
 def _parameters(entries: Sequence[Entry], retention: Retention, *, simple: bool) -> dict[str, object]:

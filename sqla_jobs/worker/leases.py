@@ -11,10 +11,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from sqla_jobs.core.leases import Lease, LeaseBook
@@ -24,6 +25,11 @@ from sqla_jobs.store.door import Lane, SyncLane, brief, lane_on
 from sqla_jobs.store.lease import Prolonged, prolong
 
 __all__ = ["LeaseKeeper"]
+
+
+def _nothing(connection: Connection) -> None:
+    """Connecting is all that is wanted."""
+
 
 Lost = Callable[[list[Lease], str], None]
 
@@ -95,27 +101,34 @@ class LeaseKeeper:
 
     def _in_thread(self, engine: Engine) -> None:
         lane = SyncLane(engine)
+        with suppress(Exception):
+            lane.run(_nothing)  # connect now: later the pool may be full of handlers' sessions
         while not self._stopped:
             self._changed.wait(self._pause())
             self._changed.clear()
             for group in self._due():
-                sent = time.monotonic()
-                watchdog = threading.Timer(self._deadline, lane.expire)
-                watchdog.daemon = True
-                watchdog.start()
                 try:
-                    prolonged = lane.run(partial(self._verb, group))
-                except Exception as error:
+                    self._prolong_on(lane, group)
+                except Exception as error:  # this thread must outlive whatever it meets
                     self._failed(error)
-                else:
-                    self._apply(prolonged, sent)
-                finally:
-                    watchdog.cancel()
             self._drop_ended()
         lane.close()
 
+    def _prolong_on(self, lane: SyncLane, group: list[Lease]) -> None:
+        sent = time.monotonic()
+        watchdog = threading.Timer(self._deadline, lane.expire)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            prolonged = lane.run(partial(self._verb, group))
+        finally:
+            watchdog.cancel()
+        self._apply(prolonged, sent)
+
     async def _in_loop(self, engine: AsyncEngine) -> None:
         lane: Lane = lane_on(engine, "leases")
+        with suppress(Exception):
+            await lane.run(_nothing, deadline=self._deadline)  # as above
         while not self._stopped:
             await asyncio.sleep(min(self._pause(), 1.0))
             for group in self._due():

@@ -227,6 +227,8 @@ class Worker:
             kinds=sorted(self.jobs.tasks),
         )
         self._keeper.start()
+        with suppress(Exception):  # connect now: later the pool may be full of handlers' sessions
+            await self._settle_lane.run(_nothing, deadline=self._deadline)
         claims = self._start("claims", self._claim_loop)
         settles = self._start("settles", self._settler.run)
         maintenance = self._start("maintenance", partial(self._maintenance.run, self._stopping))
@@ -234,7 +236,8 @@ class Worker:
         await self._stopping.wait()
         code = await self._drain(claims)
         self._settler.close()
-        await asyncio.wait({settles, maintenance})
+        # every statement has a deadline, but a server that is frozen may take one after the other to it
+        await asyncio.wait({settles, maintenance}, timeout=self._deadline + 2)
         if wakeups is not None:
             wakeups.cancel()  # not a lane: it holds nothing
             await asyncio.wait({wakeups})
@@ -285,7 +288,11 @@ class Worker:
             if self._held.pop(job.lease, None) is None:
                 continue  # given back or lost while it ran
             ended += 1
-            if it.verdict is not None:
+            if it.run.lost:
+                self._keeper.closed([job.lease])
+                self._report_lost(it.run, "taken over before its outcome was written")
+                self._settled(1)
+            elif it.verdict is not None:
                 self._settler.add(job, it.verdict)
             elif it.written is not None:
                 self._answered(job.lease.queue, [(job, it.written)], [])
@@ -324,10 +331,8 @@ class Worker:
             step = self._dispatch.next(time.monotonic())
             if isinstance(step, Claim):
                 await self._claim(step)
-                if self._mode == "drain" and self._dispatch.drained:
-                    self.stop()
                 continue
-            if self._mode == "drain" and self._dispatch.drained:
+            if self._mode == "drain" and self._dispatch.drained and not self._stops:
                 self.stop()
             await self._wait_for_change(step)
 
@@ -427,6 +432,10 @@ class Worker:
         if self._held.pop(run.job.lease, None) is None:
             return
         run.released = True
+        if run.lost:
+            self._dispatch.ended(1, now=time.monotonic())
+            self._settled(1)
+            return
         verdict = judge(Released(delay), attempt=run.job.attempt, max_attempts=run.job.max_attempts)
         self._settler.add(run.job, verdict)
         self.events.emit("job.released", jobs=[run.job], reason=reason)
@@ -444,13 +453,16 @@ class Worker:
             run = self._held.get(lease)
             if run is None or run.ended:
                 continue  # its outcome is under way: the fence decides
-            del self._held[lease]
+            # it stays among the held until it really ends: its slot is taken, and it must not be given
+            # back as if the answer to its claim had been lost
             run.lost = True
             run.cancel()
+            self._report_lost(run, reason)
+
+    def _report_lost(self, run: Run, reason: str) -> None:
+        if not run.told:
+            run.told = True
             self._tell_lost(run.job, reason)
-            self._dispatch.ended(1, now=time.monotonic())
-            self._settled(1)
-        self._changed.set()
 
     def _tell_lost(self, job: ClaimedJob, reason: str) -> None:
         lease = job.lease
@@ -485,15 +497,16 @@ class Worker:
         for run in self._slots.close():
             self._give_back(run)
         self.events.emit("worker.draining", worker=self.id, open=len(self._held), seconds=self._drain_timeout)
-        await asyncio.wait({claims})  # a claim under way ends; what it brings is given back
+        # a claim under way ends, within its deadline; what it brings is given back
+        await asyncio.wait({claims}, timeout=self._deadline + 2)
         await self._wait_until_settled(self._drain_timeout)
         if not self._dispatch.held:
-            return CLEAN
-        code = FORCED if self._forced.is_set() else DRAIN_TIMED_OUT
+            return FORCED if self._forced.is_set() else CLEAN
         if not self._held:
             # everything has ended; only outcomes are left, which no handler can hurry
             await self._flush()
-            return CLEAN if code != FORCED and not self._dispatch.held else code
+            code = DRAIN_TIMED_OUT if self._dispatch.held else CLEAN
+            return FORCED if self._forced.is_set() else code
         for run in list(self._held.values()):
             run.draining = True
             run.cancel()
@@ -502,7 +515,7 @@ class Worker:
         for run in list(self._held.values()):
             self._give_back(run)  # a thread that cannot be stopped, or a coroutine that swallows its end
         await self._flush()
-        return code
+        return FORCED if self._forced.is_set() else DRAIN_TIMED_OUT
 
     async def _flush(self) -> None:
         """The last outcomes: handed to the settle lane, which is given its time."""
@@ -523,6 +536,10 @@ class Worker:
         finally:
             for wait in waits:
                 wait.cancel()
+
+
+def _nothing(connection: Connection) -> None:
+    """Connecting is all that is wanted."""
 
 
 def _import(modules: Iterable[str]) -> None:

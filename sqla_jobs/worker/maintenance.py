@@ -49,6 +49,8 @@ class Maintenance:
         purged = time.monotonic() - _PURGE_EVERY * random.random()
         while not stopping.is_set():
             for queue in self._queues:
+                if stopping.is_set():
+                    return
                 await self._try("rescue", self._rescue(queue))
                 await self._try("expire", self._expire(queue))
             if time.monotonic() - purged >= _PURGE_EVERY:

@@ -12,8 +12,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-import anyio
-
 from sqla_jobs.errors import (
     AppError,
     DatabaseUnreachable,
@@ -53,10 +51,29 @@ def run(arguments: argparse.Namespace) -> int:
         log_events(events)
         worker, source = make_worker(options, events=events)
         logging.getLogger("sqla_jobs").info("database", extra={"fields": {"url": source}})
-        return anyio.run(_until_signalled, worker, backend="asyncio")
+        return _run(worker)
     except SqlaJobsError as error:
         sys.stderr.write(f"sqla_jobs worker: {error}\n")
         return next(code for cls, code in _EXIT_CODES if isinstance(error, cls))
+
+
+def _run(worker: Worker) -> int:
+    """Run the worker's loop to its end.
+
+    A SystemExit in a task that a handler has started leaves the loop, as asyncio will have it. The loop
+    goes on: the handler that awaits the task gets the exception too, and its attempt has failed.
+    """
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        asyncio.set_event_loop(loop)
+        main = loop.create_task(_until_signalled(worker))
+        while True:
+            try:
+                return loop.run_until_complete(main)
+            except (SystemExit, KeyboardInterrupt) as error:
+                if main.done():
+                    raise
+                worker.events.emit("loop.crashed", loop="worker", error=repr(error), retry_in=0.0)
 
 
 async def _until_signalled(worker: Worker) -> int:

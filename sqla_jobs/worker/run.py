@@ -6,6 +6,7 @@ value does gets past it. Does not claim or settle, except what a handler's own s
 
 import asyncio
 import contextvars
+import inspect
 import random
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -30,6 +31,8 @@ from sqla_jobs.worker.session import HandlerSession, abandon, end_read, settle_t
 
 __all__ = ["Ended", "Run", "Runner"]
 
+_LONGEST = timedelta(days=36_525)  # beyond it lies the end of PostgreSQL's calendar
+
 
 @dataclass(slots=True, eq=False)
 class Run(Attempt):
@@ -40,6 +43,7 @@ class Run(Attempt):
     running_in: "asyncio.Task[None] | None" = None
     released: bool = False  # given back before it ended: its outcome is not wanted any more
     draining: bool = False  # told to end by the drain limit
+    told: bool = False  # its loss has been reported
     ended: bool = False
 
     def cancel(self) -> None:
@@ -95,7 +99,7 @@ class Runner:
             arguments = self._decoded(run, open_session)
             if session is not None:
                 end_read(session)
-            self._call(run, open_session, arguments)
+            _refuse_awaitable(self._call(run, open_session, arguments))
             outcome: Outcome = Returned()
             if session is not None:
                 _require_lease(run)
@@ -148,15 +152,15 @@ class Runner:
                 )
                 if committed is not None:
                     return self._through_session(run, outcome, committed=committed)
-        except GeneratorExit:
-            raise
         except BaseException as error:
+            if isinstance(error, GeneratorExit):
+                raise  # the loop is gone; a handler's own comes as a RuntimeError
             outcome = self._outcome_of(error, run)
             if session is not None:
                 with suppress(Exception):  # the connection is broken: the server rolls back by itself
                     await _to_its_end(session.run_sync(abandon))  # type: ignore[arg-type]
         finally:
-            _forget_cancel(run)
+            await _forget_cancel(run)
         return self._ended(run, outcome)
 
     # -- both
@@ -203,6 +207,10 @@ class Runner:
         run.lost = True
         return Ended(run, None)
 
+    def broken(self, run: Run, error: BaseException) -> Ended:
+        """A run whose consumer met what nobody expected."""
+        return self._ended(run, self._outcome_of(error, run))
+
     def _outcome_of(self, error: BaseException, run: Run) -> Outcome:
         try:
             return self._understood(error, run)
@@ -212,13 +220,13 @@ class Runner:
     def _understood(self, error: BaseException, run: Run) -> Outcome:
         match error:
             case Snooze():
-                return Snoozed(error.delay)
+                return Snoozed(_waitable(error.delay))
             case Cancel():
                 return Aborted(storable(error.reason))
             case EntityGone():
                 return Aborted(storable(str(error)))
             case RetryAfter():
-                return Raised(describe(error.__cause__ or error), error.delay)
+                return Raised(describe(error.__cause__ or error), _waitable(error.delay))
             case asyncio.CancelledError() if run.draining:
                 return Released()
         return Raised(describe(error), self._delay_after(error, run))
@@ -228,8 +236,7 @@ class Runner:
         # a user's rule may raise anything; the job must not suffer twice
         with suppress(BaseException):
             delay = retry.wait_after(error, run.job.attempt, spread=self._spread())
-            if delay is None or isinstance(delay, timedelta):
-                return delay
+            return None if delay is None else _waitable(delay)
         return retry.wait(run.job.attempt, spread=self._spread())
 
 
@@ -259,11 +266,34 @@ async def _to_its_end(work: Awaitable[Any]) -> Any:
     return future.result()
 
 
-def _forget_cancel(run: Run) -> None:
+def _waitable(delay: object) -> timedelta:
+    """A delay that can be written, whatever a subclass of ours or a rule of the user's says."""
+    if not isinstance(delay, timedelta):
+        raise TypeError(f"a delay must be a timedelta, got {type(delay).__name__}")
+    return min(max(delay, timedelta(0)), _LONGEST)
+
+
+def _refuse_awaitable(result: object) -> None:
+    """A plain function that returns a coroutine has not run what it was written for."""
+    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise TypeError(
+            f"the handler returned a {type(result).__name__}, which nobody runs: "
+            "make the task of an async def, not of a plain function around it"
+        )
+
+
+async def _forget_cancel(run: Run) -> None:
     """The consumer's task lives on: without this, later scopes in it think they are being cancelled."""
     task, run.running_in = run.running_in, None
-    while task is not None and task.cancelling():
+    if task is None or not task.cancelling():
+        return
+    while task.cancelling():
         task.uncancel()
+    # a cancellation that was asked for and not delivered yet comes here (uncancel takes it back from 3.13 on)
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)
 
 
 @types.coroutine
@@ -275,6 +305,8 @@ def in_context(coroutine: Coroutine[Any, Any, Any], context: contextvars.Context
             yielded = context.run(step, value)
         except StopIteration as stop:
             return stop.value
+        except GeneratorExit as error:  # raised by the handler: what closes us comes at the yield
+            raise RuntimeError("the handler raised GeneratorExit") from error
         try:
             value = yield yielded
             step = coroutine.send

@@ -9,10 +9,11 @@ functions run directly, or in the greenlet of an AsyncSession.
 
 from typing import Any
 
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, RootTransaction, text
 from sqlalchemy.orm import Session
 
 from sqla_jobs.core.retention import Retention
+from sqla_jobs.errors import SqlaJobsError
 from sqla_jobs.models import Tables
 from sqla_jobs.store.settle import Entry, settle_within
 
@@ -29,16 +30,34 @@ class HandlerSession(Session):
         super().__init__(**arguments, join_transaction_mode="create_savepoint")
         self._engine = engine
         self.outer: Connection | None = None
+        self._begun: RootTransaction | None = None
+        self._over = False
 
     def get_bind(self, *_: Any, **__: Any) -> Connection:
         """The connection of the outer transaction, whatever is asked about."""
+        if self._over:
+            raise SqlaJobsError(
+                "ctx.session was used after its handler had ended: await what the handler starts"
+            )
         if self.outer is None:
             # READ COMMITTED whatever the engine says: above it, one prolongation of the lease makes the
             # settle fail for ever; under AUTOCOMMIT a lost lease would roll nothing back
             connection = self._engine.connect().execution_options(isolation_level="READ COMMITTED")
-            connection.begin()
+            self._begun = connection.begin()
             self.outer = connection
         return self.outer
+
+    def require_transaction(self) -> None:
+        """Raise `SqlaJobsError` when the handler has ended the worker's own transaction."""
+        if self.outer is not None and self.outer.get_transaction() is not self._begun:
+            raise SqlaJobsError(
+                "the handler committed or rolled back ctx.session.connection() itself: what it wrote is no "
+                "longer one with its job; use ctx.session.commit()"
+            )
+
+    def finish(self) -> None:
+        """No use after the handler's end: nobody would ever commit it."""
+        self._over = True
 
     def let_go(self, *, commit: bool) -> None:
         """End the outer transaction and give the connection back."""
@@ -73,10 +92,12 @@ def settle_through(
     True: both are committed. False: the lease is lost, and both are rolled back. None: the session was
     never used, the verdict is still to be written. Raises what the handler's own statements raise.
     """
+    session.require_transaction()
     session.commit()
     outer = session.outer
     if outer is None:
         session.close()
+        session.finish()
         return None
     outer.execute(_LOCK_TIMEOUT)
     if not settle_within(outer, tables, entry, retention=retention):
@@ -84,6 +105,7 @@ def settle_through(
         return False
     session.let_go(commit=True)
     session.close()
+    session.finish()
     return True
 
 
@@ -92,4 +114,5 @@ def abandon(session: HandlerSession) -> None:
     try:
         session.close()
     finally:
+        session.finish()
         session.let_go(commit=False)

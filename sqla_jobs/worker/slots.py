@@ -43,6 +43,7 @@ class Slots:
         self._closed = False
         self._deferred = False  # a consumer found older work on the other side
         self._threads: list[threading.Thread] = []
+        self._idle_threads = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._idle: deque[asyncio.Future[None]] = deque()
         self._burst: list[Ended] = []
@@ -61,24 +62,20 @@ class Slots:
 
     def add(self, runs: Iterable[Run]) -> None:
         """Start these when there are slots, in this order."""
-        sync = 0
-        tasks = 0
         with self._lock:
             for run in runs:
                 self._order += 1
-                if run.task.is_async:
-                    self._for_loop.append((self._order, run))
-                    tasks += 1
-                else:
-                    self._for_threads.append((self._order, run))
-                    sync += 1
-            if sync:
-                self._woken.notify(sync)
-        for _ in range(min(len(self._for_threads), self._concurrency) - len(self._threads)):
+                side = self._for_loop if run.task.is_async else self._for_threads
+                side.append((self._order, run))
+            # a consumer that is at work is none that could take these
+            threads = min(len(self._for_threads) - self._idle_threads, self._concurrency - len(self._threads))
+            tasks = min(len(self._for_loop) - len(self._idle), self._concurrency - len(self._tasks))
+            self._woken.notify(len(self._for_threads))
+        for _ in range(threads):
             self._start_thread()
-        for _ in range(min(tasks, self._concurrency) - len(self._tasks)):
+        for _ in range(tasks):
             self._tasks.append(self._loop.create_task(self._consume_in_loop()))
-        self._wake_tasks(tasks)
+        self._wake_tasks(len(self._for_loop))
 
     def close(self) -> list[Run]:
         """Start nothing any more; returns what had not started."""
@@ -143,8 +140,8 @@ class Slots:
         thread = threading.Thread(
             target=self._consume_in_thread, name=f"sqla_jobs handler {len(self._threads)}", daemon=True
         )
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     def _consume_in_thread(self) -> None:
         while True:
@@ -152,9 +149,15 @@ class Slots:
                 while (run := self._take(self._for_threads, self._for_loop)) is None:
                     if self._closed:
                         return
+                    self._idle_threads += 1
                     self._woken.wait()
-            self._end(contextvars.Context().run(self._runner.in_thread, run))
-            del run
+                    self._idle_threads -= 1
+            try:
+                ended = contextvars.Context().run(self._runner.in_thread, run)
+            except BaseException as error:  # a consumer that dies is a slot that is gone
+                ended = self._runner.broken(run, error)
+            self._end(ended)
+            del run, ended
 
     # -- tasks in the loop
 
@@ -182,8 +185,14 @@ class Slots:
                 await future
                 continue
             task.set_name(f"{run.job.kind} {run.job.lease.id}")
-            self._end(await self._runner.in_loop(run))
-            del run
+            try:
+                ended = await self._runner.in_loop(run)
+            except GeneratorExit:
+                raise  # the loop is gone
+            except BaseException as error:  # as above
+                ended = self._runner.broken(run, error)
+            self._end(ended)
+            del run, ended
             count += 1
             if count % _YIELD_EVERY == 0:
                 await asyncio.sleep(0)

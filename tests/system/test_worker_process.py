@@ -42,6 +42,20 @@ def lines(trace: Path) -> list[list[str]]:
     return [line.split() for line in trace.read_text().splitlines()]
 
 
+def overlaps(trace: list[list[str]], *, gone: str) -> list[str]:
+    """Jobs that started while another process, not the killed one, was still running them."""
+    running: dict[str, set[str]] = {}
+    found = []
+    for what, name, pid, _ in trace:
+        holders = running.setdefault(name, set())
+        if what == "start":
+            found += [name] if holders - {gone} else []
+            holders.add(pid)
+        else:
+            holders.discard(pid)
+    return found
+
+
 async def test_a_job_whose_worker_is_killed_is_finished_by_another_within_its_lease_and_a_little(
     engine: Engine, database_url: str, trace: Path, tmp_path: Path
 ) -> None:
@@ -95,6 +109,7 @@ async def test_nothing_is_lost_or_run_twice_at_once_when_workers_are_killed(
     # a second end is a job whose worker was killed after its last line and before its settle
     rescued = rows(engine, "SELECT count(*) FROM background_jobs_archive WHERE attempts > 1")
     assert sum(ended.values()) - 200 <= rescued[0][0] <= 20
+    assert overlaps(lines(trace), gone=str(one.pid)) == []
 
 
 async def test_a_job_never_runs_in_two_workers_at_once_while_both_live(
@@ -193,6 +208,18 @@ async def test_sigterm_finishes_what_runs_and_gives_the_rest_back(
     assert rows(engine, "SELECT count(*) FROM background_jobs_archive") == [(1,)]
     states = rows(engine, "SELECT DISTINCT status, attempts, locked_by FROM background_jobs")
     assert states == [("ready", 0, None)]
+
+
+async def test_sys_exit_in_a_task_of_a_handlers_own_is_that_jobs_failure(
+    engine: Engine, database_url: str, trace: Path, tmp_path: Path
+) -> None:
+    put(engine, shop.exit_in_a_child)
+    with worker_process(database_url, tmp_path / "one", "-q", "files", "-c", "2") as one:
+        await until_row(engine, "SELECT 1 FROM background_jobs WHERE status = 'failed'")
+        put(engine, shop.append_line, str(trace), "after")
+        await until_row(engine, "SELECT 1 FROM background_jobs_archive")
+
+        assert one.stop() == 0
 
 
 @pytest.mark.parametrize("task", [shop.hold, shop.hold_async], ids=["thread", "loop"])
