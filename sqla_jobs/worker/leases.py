@@ -15,7 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from sqla_jobs.core.leases import Lease, LeaseBook
@@ -23,12 +23,9 @@ from sqla_jobs.events import Events
 from sqla_jobs.models import Tables
 from sqla_jobs.store.door import Lane, SyncLane, brief, lane_on
 from sqla_jobs.store.lease import Prolonged, prolong
+from sqla_jobs.worker.startup import connect_only
 
 __all__ = ["LeaseKeeper"]
-
-
-def _nothing(connection: Connection) -> None:
-    """Connecting is all that is wanted."""
 
 
 Lost = Callable[[list[Lease], str], None]
@@ -102,7 +99,7 @@ class LeaseKeeper:
     def _in_thread(self, engine: Engine) -> None:
         lane = SyncLane(engine)
         with suppress(Exception):
-            lane.run(_nothing)  # connect now: later the pool may be full of handlers' sessions
+            lane.run(connect_only)  # connect now: later the pool may be full of handlers' sessions
         while not self._stopped:
             self._changed.wait(self._pause())
             self._changed.clear()
@@ -128,7 +125,7 @@ class LeaseKeeper:
     async def _in_loop(self, engine: AsyncEngine) -> None:
         lane: Lane = lane_on(engine, "leases")
         with suppress(Exception):
-            await lane.run(_nothing, deadline=self._deadline)  # as above
+            await lane.run(connect_only, deadline=self._deadline)  # as above
         while not self._stopped:
             await asyncio.sleep(min(self._pause(), 1.0))
             for group in self._due():

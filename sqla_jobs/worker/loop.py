@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -24,9 +23,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqla_jobs.core.dispatch import Claim, Dispatcher, Wait
 from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import JobStatus, Released, Verdict, judge
-from sqla_jobs.errors import AppError, ConfigurationError, ConnectionLost, DatabaseUnreachable, SqlaJobsError
+from sqla_jobs.errors import AppError, ConfigurationError, ConnectionLost
 from sqla_jobs.events import Events
-from sqla_jobs.schema import require_schema, require_tables
 from sqla_jobs.store.claim import ClaimedJob, claim, next_due_in, release_unknown
 from sqla_jobs.store.door import Lane, brief, lane_on
 from sqla_jobs.tasks import Jobs
@@ -36,6 +34,7 @@ from sqla_jobs.worker.maintenance import Maintenance
 from sqla_jobs.worker.run import Ended, Run, Runner
 from sqla_jobs.worker.settling import Settler
 from sqla_jobs.worker.slots import Slots
+from sqla_jobs.worker.startup import check_options, connect_only, import_tasks, reach_database
 from sqla_jobs.worker.wakeup import Wakeups
 
 __all__ = ["Worker"]
@@ -44,7 +43,6 @@ CLEAN, FORCED, DRAIN_TIMED_OUT = 0, 1, 6
 
 #: Jobs whose kind nobody here knows come back after this long: another worker may know it.
 _UNKNOWN_KIND_DELAY = timedelta(seconds=30)
-_SHORTEST_LEASE = timedelta(seconds=2)
 
 
 class Worker:
@@ -84,10 +82,10 @@ class Worker:
         startup_timeout: timedelta = timedelta(seconds=30),
         events: Events | None = None,
     ) -> None:
-        _check(concurrency, lease=lease, poll_interval=poll_interval, drain_timeout=drain_timeout)
+        check_options(concurrency, lease=lease, poll_interval=poll_interval, drain_timeout=drain_timeout)
         if isinstance(queues, str):
             raise ConfigurationError(f"queues takes several names, got one: write [{queues!r}]")
-        _import(jobs.imports)
+        import_tasks(jobs.imports)
         if not jobs.tasks:
             raise AppError(
                 "no task is registered: import the modules that define them, or name them in "
@@ -135,7 +133,13 @@ class Worker:
         """Work until stopped (or drained); the exit code."""
         self._begin()
         try:
-            await self._reach_database()
+            await reach_database(
+                self._claim_lane,
+                self._tables,
+                patience=self._startup_timeout,
+                stopping=self._stopping,
+                events=self.events,
+            )
             return await self._work()
         finally:
             for lane in (self._claim_lane, self._settle_lane):
@@ -195,29 +199,6 @@ class Worker:
         self._all_settled = asyncio.Event()
         self._notice_stop()
 
-    async def _reach_database(self) -> None:
-        """Connect and check the schema; keep trying within the start-up limit."""
-        ends = time.monotonic() + self._startup_timeout
-        pause = 0.1
-        while True:
-            try:
-                left = max(ends - time.monotonic(), 1.0)
-                await self._claim_lane.run(partial(_check_schema, self._tables), deadline=min(left, 10.0))
-            except SqlaJobsError as error:
-                if not isinstance(error, ConnectionLost):
-                    raise
-                if time.monotonic() + pause >= ends:
-                    raise DatabaseUnreachable(
-                        f"no connection within {self._startup_timeout:g} s: {error}"
-                    ) from error
-                self.events.emit("database.error", operation="connect", error=brief(error), retry_in=pause)
-                if self._stopping.is_set():
-                    return
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, 5.0)
-            else:
-                return
-
     async def _work(self) -> int:
         self.events.emit(
             "worker.started",
@@ -228,7 +209,7 @@ class Worker:
         )
         self._keeper.start()
         with suppress(Exception):  # connect now: later the pool may be full of handlers' sessions
-            await self._settle_lane.run(_nothing, deadline=self._deadline)
+            await self._settle_lane.run(connect_only, deadline=self._deadline)
         claims = self._start("claims", self._claim_loop)
         settles = self._start("settles", self._settler.run)
         maintenance = self._start("maintenance", partial(self._maintenance.run, self._stopping))
@@ -536,38 +517,3 @@ class Worker:
         finally:
             for wait in waits:
                 wait.cancel()
-
-
-def _nothing(connection: Connection) -> None:
-    """Connecting is all that is wanted."""
-
-
-def _import(modules: Iterable[str]) -> None:
-    for module in modules:
-        try:
-            import_module(module)
-        except Exception as error:
-            raise AppError(
-                f"Jobs(imports=[{module!r}]) cannot be imported: {type(error).__name__}: {error}"
-            ) from error
-
-
-def _check(concurrency: int, **durations: timedelta) -> None:
-    for name, value in durations.items():
-        if not isinstance(value, timedelta):
-            raise ConfigurationError(f"{name} must be a timedelta, got {value!r}")
-    lease, poll_interval = durations["lease"], durations["poll_interval"]
-    drain_timeout = durations["drain_timeout"]
-    if concurrency < 1:
-        raise ConfigurationError(f"concurrency must be at least 1, got {concurrency}")
-    if lease < _SHORTEST_LEASE:
-        raise ConfigurationError(f"lease must be at least {_SHORTEST_LEASE.seconds} s, got {lease}")
-    if poll_interval <= timedelta(0):
-        raise ConfigurationError(f"poll_interval must be longer than 0, got {poll_interval}")
-    if drain_timeout < timedelta(0):
-        raise ConfigurationError(f"drain_timeout must not be negative, got {drain_timeout}")
-
-
-def _check_schema(tables: Any, connection: Connection) -> None:
-    require_schema(connection, tables.jobs)
-    require_tables(connection, (tables.archive,))
