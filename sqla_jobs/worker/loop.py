@@ -191,6 +191,7 @@ class Worker:
             events=self.events,
         )
         self._held: dict[Lease, Run] = {}
+        self._reported: set[Lease] = set()  # told as lost, and returned all the same
         self._orphans: dict[str, list[float]] = {}
         self._claim_failures = 0
         self._changed = asyncio.Event()
@@ -269,11 +270,16 @@ class Worker:
             if self._held.pop(job.lease, None) is None:
                 continue  # given back or lost while it ran
             ended += 1
-            if it.run.lost:
+            returned = it.verdict is not None and it.verdict.status is JobStatus.DONE
+            if it.run.lost and not returned:
                 self._keeper.closed([job.lease])
                 self._report_lost(it.run, "taken over before its outcome was written")
                 self._settled(1)
             elif it.verdict is not None:
+                # also a return after the lease's end by our own clock: perhaps nobody has taken the job
+                # over yet, and the fence decides
+                if it.run.told:
+                    self._reported.add(job.lease)
                 self._settler.add(job, it.verdict)
             elif it.written is not None:
                 self._answered(job.lease.queue, [(job, it.written)], [])
@@ -290,7 +296,10 @@ class Worker:
         if written:
             self.events.emit("job.settled", settled=written)
         for job in stale:
-            self._tell_lost(job, "taken over before its outcome was written")
+            if job.lease not in self._reported:
+                self._tell_lost(job, "taken over before its outcome was written")
+        if self._reported:
+            self._reported.difference_update([job.lease for job, _ in written], [job.lease for job in stale])
         now = time.monotonic()
         for _, verdict in written:
             if verdict.status is JobStatus.READY:

@@ -132,6 +132,32 @@ async def test_a_lease_lost_in_an_outage_is_rescued_with_its_attempt_and_never_g
     assert heard.named("job.released") == []
 
 
+async def test_a_return_after_the_leases_end_still_counts_while_nobody_has_taken_the_job(
+    engine: Engine, database_url: str, jobs: Jobs, go: threading.Event
+) -> None:
+    """An outage longer than the lease; the handler returns in it, and a settle comes before a rescue."""
+
+    @jobs.task(name="stays", retry=LATER)
+    def stays() -> None:
+        go.wait(PATIENCE)
+
+    job = put(engine, stays)
+    async with working(jobs, database_url, lease=timedelta(seconds=2), listen=False) as (worker, heard):
+        await until_row(engine, "SELECT 1 FROM background_jobs WHERE status = 'running'")
+        with engine.begin() as outage:
+            outage.execute(text("LOCK TABLE background_jobs IN ACCESS EXCLUSIVE MODE"))
+            await heard.event("lease.lost")
+            # nobody finds it expired when the lock is gone
+            outage.execute(
+                text("UPDATE background_jobs SET locked_until = clock_timestamp() + interval '1 hour'")
+            )
+            go.set()
+            await until(lambda: not worker._held)
+        assert await heard.settled(1) == [DONE]
+
+    assert rows(engine, "SELECT id, status, attempts FROM background_jobs_archive") == [(job, "done", 1)]
+
+
 async def test_a_pool_without_room_loses_no_lease(engine: Engine, database_url: str, jobs: Jobs) -> None:
     tiny = create_engine(engine.url, pool_size=1, max_overflow=0)
 
