@@ -270,14 +270,9 @@ class Worker:
             if self._held.pop(job.lease, None) is None:
                 continue  # given back or lost while it ran
             ended += 1
-            returned = it.verdict is not None and it.verdict.status is JobStatus.DONE
-            if it.run.lost and not returned:
-                self._keeper.closed([job.lease])
-                self._report_lost(it.run, "taken over before its outcome was written")
-                self._settled(1)
-            elif it.verdict is not None:
-                # also a return after the lease's end by our own clock: perhaps nobody has taken the job
-                # over yet, and the fence decides
+            if it.verdict is not None:
+                # also after the lease's end by our own clock: perhaps nobody has taken the job over yet.
+                # The fence decides; thrown away, a failed attempt could be given back uncounted
                 if it.run.told:
                     self._reported.add(job.lease)
                 self._settler.add(job, it.verdict)
