@@ -14,6 +14,8 @@ __all__ = ["EVENTS", "Event", "Events", "Listener"]
 #: Every event there is: name -> its fields.
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "worker.started": ("worker", "queues", "concurrency", "kinds"),
+    "worker.quiet": ("worker", "quiet"),
+    "worker.recycling": ("worker", "reason"),
     "worker.draining": ("worker", "open", "seconds"),
     "worker.stopped": ("worker", "exit_code"),
     "job.claimed": ("jobs",),
@@ -21,6 +23,11 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "job.released": ("jobs", "reason"),
     "job.rescued": ("jobs",),
     "job.expired": ("jobs",),
+    "job.cancel_requested": ("job", "queue", "kind"),
+    "job.time_limit": ("job", "queue", "kind", "attempt", "seconds"),
+    "job.stuck": ("job", "queue", "kind", "attempt"),
+    "job.running_long": ("job", "queue", "kind", "seconds"),
+    "session.open_long": ("job", "queue", "kind", "seconds"),
     "job.unknown_kind": ("job", "kind", "queue"),
     "lease.lost": ("job", "queue", "kind", "fencing_token", "reason"),
     "listen.connected": ("channel",),
@@ -28,6 +35,7 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "listen.unavailable": ("reason",),
     "database.error": ("operation", "error", "retry_in"),
     "archive.refused": ("job", "queue", "kind", "error"),
+    "result.refused": ("job", "queue", "kind", "error"),
     "outcome.refused": ("job", "queue", "kind", "error"),
     "loop.crashed": ("loop", "error", "retry_in"),
 }
