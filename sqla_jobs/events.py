@@ -18,6 +18,8 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "worker.recycling": ("worker", "reason"),
     "worker.draining": ("worker", "open", "seconds"),
     "worker.stopped": ("worker", "exit_code"),
+    "process.started": ("pid",),
+    "process.ended": ("exit_code", "retry_in"),
     "job.claimed": ("jobs",),
     "job.settled": ("settled",),
     "job.released": ("jobs", "reason"),
