@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from uuid import uuid4
 
+import anyio
 from sqlalchemy import URL, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -142,7 +143,10 @@ class Worker:
                 self._loop.call_soon_threadsafe(callback)
 
     async def run(self) -> int:
-        """Work until stopped (or drained); the exit code."""
+        """Work until stopped (or drained); the exit code.
+
+        Cancelling it is the same as `stop`: it drains, and is cancelled then.
+        """
         self._begin()
         try:
             await self._reach_database()
@@ -236,7 +240,10 @@ class Worker:
             queues=self.queues,
             concurrency=self.concurrency,
             kinds=sorted(self.jobs.tasks),
+            retention=str(self.jobs.retention),
         )
+        for queue in set(self.queues) - {task.options.queue for task in self.jobs.tasks.values()}:
+            self.events.emit("queue.without_task", queue=queue)  # a typo, perhaps
         self._custody.keeper.start()
         with suppress(Exception):  # connect now: later the pool may be full of handlers' sessions
             await self._settle_lane.run(connect_only, deadline=self._settings.deadline)
@@ -248,7 +255,32 @@ class Worker:
             self._start("recycling", self._watch),
         }
         wakeups = self._start("wake-ups", self._wakeups().listen) if self._listens else None
-        await self._stopping.wait()
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            await self._stopping.wait()
+        except asyncio.CancelledError as error:
+            cancelled = error  # whoever runs us in a task of theirs: the same as a stop
+            self.stop()
+        ending = asyncio.ensure_future(self._end(claims, settles, others, wakeups))
+        with anyio.CancelScope(shield=True):  # a scope of anyio's would cancel every wait of the drain
+            while not ending.done():
+                try:
+                    await asyncio.wait({ending})
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    self.stop()
+        code = ending.result()
+        if cancelled is not None:
+            raise cancelled
+        return code
+
+    async def _end(
+        self,
+        claims: asyncio.Task[None],
+        settles: asyncio.Task[None],
+        others: set[asyncio.Task[None]],
+        wakeups: asyncio.Task[None] | None,
+    ) -> int:
         code = await self._drain(claims)
         self._custody.settler.close()
         # every statement has a deadline, but a server that is frozen may take one after the other to it

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import anyio
 import pytest
 from shop import Job, Order
 from sqlalchemy import Engine
@@ -167,6 +168,76 @@ async def test_check_tells_nothing_of_a_database_that_is_ready(
     await Worker(jobs, url=database_url).check()
 
     assert rows(engine, "SELECT status FROM background_jobs") == [("ready",)]
+
+
+@pytest.mark.parametrize("how", ["asyncio", "anyio"])
+async def test_a_cancelled_worker_drains_like_one_that_is_stopped(
+    engine: Engine, database_url: str, jobs: Jobs, how: str
+) -> None:
+    go_on = asyncio.Event()
+
+    @jobs.task(name="job")
+    async def job() -> None:
+        await go_on.wait()
+
+    put(engine, job)
+    worker = Worker(jobs, url=database_url, drain_timeout=timedelta(seconds=PATIENCE))
+    heard = Heard(worker)
+
+    if how == "asyncio":
+        running = asyncio.create_task(worker.run())
+        await heard.event("job.claimed")
+        running.cancel()
+        await heard.event("worker.draining")
+        go_on.set()
+        await asyncio.wait({running})
+        assert running.cancelled()
+    else:
+        async with anyio.create_task_group() as group:
+            group.start_soon(worker.run)
+            await heard.event("job.claimed")
+            group.cancel_scope.cancel()
+            asyncio.get_running_loop().call_later(0.1, go_on.set)
+
+    assert rows(engine, "SELECT status FROM background_jobs_archive") == [("done",)]
+    assert heard.named("worker.stopped")[0].fields["exit_code"] == 0
+    assert rows(engine, "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()") == [(1,)]
+
+
+async def test_a_worker_cancelled_twice_gives_back_what_runs(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    @jobs.task(name="job")
+    async def job() -> None:
+        await asyncio.Event().wait()
+
+    put(engine, job)
+    worker = Worker(jobs, url=database_url, drain_timeout=timedelta(seconds=PATIENCE))
+    heard = Heard(worker)
+    running = asyncio.create_task(worker.run())
+    await heard.event("job.claimed")
+
+    running.cancel()
+    await heard.event("worker.draining")
+    running.cancel()
+    await asyncio.wait({running})
+
+    assert running.cancelled()
+    assert rows(engine, "SELECT status, attempts FROM background_jobs") == [("ready", 0)]
+
+
+async def test_a_queue_that_no_task_belongs_to_is_said_at_the_start(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    @jobs.task(name="job", queue="mail")
+    def job() -> None: ...
+
+    worker = Worker(jobs, url=database_url, queues=["mail", "mial"], mode="drain")
+    heard = Heard(worker)
+
+    await finished(worker)
+
+    assert [event.fields["queue"] for event in heard.named("queue.without_task")] == ["mial"]
 
 
 # -- fewer threads than slots
