@@ -15,6 +15,7 @@ __all__ = ["EVENTS", "Event", "Events", "Listener"]
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "worker.started": ("worker", "queues", "concurrency", "kinds", "retention"),
     "queue.without_task": ("queue",),
+    "pool.small": ("engine", "connections", "wanted"),
     "worker.quiet": ("worker", "quiet"),
     "worker.recycling": ("worker", "reason"),
     "worker.draining": ("worker", "open", "seconds"),

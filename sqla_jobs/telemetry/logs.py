@@ -28,6 +28,7 @@ _LEVELS = {
     "worker.stopped": logging.INFO,
     "worker.recycling": logging.WARNING,
     "queue.without_task": logging.WARNING,
+    "pool.small": logging.WARNING,
     "process.ended": logging.WARNING,
     "job.unknown_kind": logging.WARNING,
     "job.time_limit": logging.WARNING,

@@ -32,7 +32,7 @@ from sqla_jobs.worker.maintenance import Maintenance
 from sqla_jobs.worker.recycling import watch
 from sqla_jobs.worker.run import Run
 from sqla_jobs.worker.settings import Mode, Settings, queue_names
-from sqla_jobs.worker.startup import connect_only, import_tasks, reach_database
+from sqla_jobs.worker.startup import capacity, connect_only, import_tasks, reach_database
 from sqla_jobs.worker.wakeup import Wakeups
 
 __all__ = ["Worker"]
@@ -244,6 +244,7 @@ class Worker:
         )
         for queue in set(self.queues) - {task.options.queue for task in self.jobs.tasks.values()}:
             self.events.emit("queue.without_task", queue=queue)  # a typo, perhaps
+        self._remark_small_pools()
         self._custody.keeper.start()
         with suppress(Exception):  # connect now: later the pool may be full of handlers' sessions
             await self._settle_lane.run(connect_only, deadline=self._settings.deadline)
@@ -291,6 +292,19 @@ class Worker:
         await self._custody.gone()
         self.events.emit("worker.stopped", worker=self.id, exit_code=code)
         return code
+
+    def _remark_small_pools(self) -> None:
+        """A pool with less room than attempts have sessions: they will wait for each other."""
+        tasks = [task for task in self.jobs.tasks.values() if task.takes_context or task.takes_entities]
+        for engine, name, wanted, is_async in (
+            (self._engines.sync, "engine", min(self._settings.threads, self.concurrency), False),
+            (self._engines.asynchronous, "async_engine", self.concurrency, True),
+        ):
+            if engine is None or not any(task.is_async is is_async for task in tasks):
+                continue
+            room = capacity(engine)
+            if room is not None and room < wanted:
+                self.events.emit("pool.small", engine=name, connections=room, wanted=wanted)
 
     def _start(self, name: str, loop: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         return asyncio.create_task(self._forever(name, loop), name=f"sqla_jobs {name}")

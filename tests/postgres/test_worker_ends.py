@@ -9,7 +9,8 @@ from typing import Any
 import anyio
 import pytest
 from shop import Job, Order
-from sqlalchemy import Engine
+from sqlalchemy import Engine, NullPool, create_engine
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 from workers import PATIENCE, Heard, execute, finished, rows, until, until_row, working
 
@@ -238,6 +239,40 @@ async def test_a_queue_that_no_task_belongs_to_is_said_at_the_start(
     await finished(worker)
 
     assert [event.fields["queue"] for event in heard.named("queue.without_task")] == ["mial"]
+
+
+async def test_b56_a_pool_with_less_room_than_sessions_is_said_at_the_start(
+    database_url: str, engine: Engine, async_engine: AsyncEngine, jobs: Jobs
+) -> None:
+    @jobs.task(name="job")
+    def job(ctx: JobContext) -> None: ...
+
+    @jobs.task(name="loop")
+    async def loop() -> None: ...  # has no session
+
+    small = create_engine(engine.url, pool_size=2, max_overflow=1)
+    none = create_engine(engine.url, poolclass=NullPool)
+    cases = {
+        "small": Worker(jobs, engine=small, async_engine=async_engine, mode="drain", concurrency=4),
+        "threads": Worker(
+            jobs, engine=small, async_engine=async_engine, mode="drain", concurrency=4, threads=3
+        ),
+        "none": Worker(jobs, engine=none, async_engine=async_engine, mode="drain", concurrency=40),
+        "url": Worker(jobs, url=database_url, mode="drain", concurrency=40),
+    }
+    told = {}
+    for name, worker in cases.items():
+        heard = Heard(worker)
+        await finished(worker)
+        told[name] = [event.fields for event in heard.named("pool.small")]
+    small.dispose()
+
+    assert told == {
+        "small": [{"engine": "engine", "connections": 3, "wanted": 4}],
+        "threads": [],
+        "none": [],
+        "url": [],
+    }
 
 
 # -- fewer threads than slots
