@@ -33,7 +33,7 @@ WorkerProcess = subprocess.Popen[bytes]
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="flask-shop-") as folder, EmbeddedPostgres() as postgres:
         place = Path(folder)
-        logging.basicConfig(filename=place / "web.log", level=logging.INFO)
+        logging.basicConfig(filename=place / "web.log", level=logging.WARNING)
         settings = environment(DATABASE_URL=postgres.url())
         app = create_app({"SQLALCHEMY_DATABASE_URI": postgres.url()})
         try:
