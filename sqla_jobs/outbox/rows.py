@@ -226,6 +226,7 @@ def _put_keyed(
     for row in rows:
         first.setdefault(_key(row), row)
     ordered = [first[key] for key in sorted(first)]
+    vanished: list[Row] = []
     for _ in range(_TRIES):
         savepoint = _savepoint(connection, ordered)
         put = _put_in_order(connection, jobs, ordered, always)
@@ -267,8 +268,8 @@ def _put_in_order(
     put: dict[tuple[str, str], int] = {}
     for start in range(0, len(rows), _CHUNK):
         arrays = _arrays([_parameters(row) for row in rows[start : start + _CHUNK]])
-        written = connection.execute(put_keyed_statement(jobs), arrays)
-        put |= {(queue, key): id_ for id_, queue, key in written}
+        written: Any = connection.execute(put_keyed_statement(jobs), arrays)
+        put |= {(row[1], row[2]): row[0] for row in written}
     return put
 
 

@@ -48,7 +48,7 @@ def enqueue_many(session: AnySession, calls: Iterable[Call], /) -> list[Enqueued
     return outbox.put_many(session, given)
 
 
-def enqueue_select(session: AnySession, task: Task[Any], statement: SelectBase, /) -> EnqueuedSelect:
+def enqueue_select(session: AnySession, task: Task[...], statement: SelectBase, /) -> EnqueuedSelect:
     """Let every row of a select become a job.
 
     `enqueue_select(session, send_receipt, select(Order.id.label("order")).where(...))`: the columns are

@@ -218,9 +218,7 @@ class Jobs:
         self.middlewares.append(factory)
         return factory
 
-    def find(
-        self, session: "Session | scoped_session[Session] | Connection", job_id: int
-    ) -> JobRecord | None:
+    def find(self, session: "Session | scoped_session[Any] | Connection", job_id: int) -> JobRecord | None:
         """The job with this id, live or archived; None when there is none.
 
         From async code: `await session.run_sync(jobs.find, job_id)`.
