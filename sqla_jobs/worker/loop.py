@@ -71,6 +71,7 @@ class Worker:
         engine: Engine | None = None,
         async_engine: AsyncEngine | None = None,
         url: str | URL | None = None,
+        listen_url: str | URL | None = None,
         queues: Iterable[str] | None = None,
         concurrency: int = 10,
         lease: timedelta = timedelta(seconds=60),
@@ -102,7 +103,11 @@ class Worker:
         # unique per process start: a restart that gets the same pid must not own its ancestor's leases
         self.id = f"{name or socket.gethostname()}:{os.getpid()}:{uuid4().hex[:12]}"
         self._engines = Engines.choose(
-            engine=engine, async_engine=async_engine, url=url, concurrency=concurrency
+            engine=engine,
+            async_engine=async_engine,
+            url=url,
+            listen_url=listen_url,
+            concurrency=concurrency,
         )
         self._engines.check(jobs.tasks.values())
         self._lease = lease
@@ -152,7 +157,9 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         engine = self._engines.asynchronous or self._engines.sync
         assert engine is not None
-        self._claim_lane: Lane = lane_on(engine, "claims")
+        self._claim_lane: Lane = lane_on(
+            engine, "claims", pooled=partial(self._engines.pooler_found, self.events)
+        )
         self._settle_lane: Lane = lane_on(engine, "settles")
         self._claim_lock = asyncio.Lock()
         self._dispatch = Dispatcher(
@@ -214,15 +221,14 @@ class Worker:
         claims = self._start("claims", self._claim_loop)
         settles = self._start("settles", self._settler.run)
         maintenance = self._start("maintenance", partial(self._maintenance.run, self._stopping))
-        wakeups = self._start("wake-ups", self._wakeups().listen) if self._listens else None
+        wakeups = self._start("wake-ups", self._wakeups().listen)
         await self._stopping.wait()
+        wakeups.cancel()  # now: a connect under way takes its time to end
         code = await self._drain(claims)
         self._settler.close()
         # every statement has a deadline, but a server that is frozen may take one after the other to it
         await asyncio.wait({settles, maintenance}, timeout=self._deadline + 2)
-        if wakeups is not None:
-            wakeups.cancel()  # not a lane: it holds nothing
-            await asyncio.wait({wakeups})
+        await asyncio.wait({wakeups})
         await self._keeper.stop()
         await self._slots.gone()
         self.events.emit("worker.stopped", worker=self.id, exit_code=code)
@@ -248,9 +254,16 @@ class Worker:
         return self._slots.waiting > 0 and not self._stopping.is_set()
 
     def _wakeups(self) -> Wakeups:
-        engine = self._engines.asynchronous or self._engines.sync
-        assert engine is not None
-        return Wakeups(self._tables, engine, woken=self._woken, alive=self._alive, events=self.events)
+        return Wakeups(
+            self._tables,
+            self._engines.for_listen if self._listens else None,
+            own_url=self._engines.listening is not None,
+            poll=self._poll,
+            on_lane=self._on_claim_lane,
+            woken=self._woken,
+            alive=self._alive,
+            events=self.events,
+        )
 
     # -- facts, in the loop
 
