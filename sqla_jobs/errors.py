@@ -18,6 +18,7 @@ __all__ = [
     "SchemaMismatch",
     "SqlaJobsError",
     "TaskDefinitionError",
+    "TimeLimitExceeded",
 ]
 
 
@@ -62,6 +63,10 @@ class EntityGone(SqlaJobsError):
 
 class LeaseLost(SqlaJobsError):
     """This attempt no longer owns its job: the lease ran out and somebody else may have taken it over."""
+
+
+class TimeLimitExceeded(SqlaJobsError):
+    """An attempt took longer than its task's `timeout`; `Retry(on=..., give_up=...)` may name it."""
 
 
 class SchemaMismatch(SqlaJobsError):

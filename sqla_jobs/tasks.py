@@ -9,7 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import update_wrapper
@@ -33,8 +33,9 @@ from sqlalchemy.orm import Session, scoped_session
 
 from sqla_jobs import outbox
 from sqla_jobs.context import JobContext
-from sqla_jobs.core.call import Call, Options, check_name
+from sqla_jobs.core.call import LONGEST, Call, Options, check_name
 from sqla_jobs.core.payload import Converter, Parameters, check_signature
+from sqla_jobs.core.results import Results
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.core.retry import Retry
 from sqla_jobs.errors import ConfigurationError, DuplicateTask, TaskDefinitionError
@@ -48,6 +49,8 @@ __all__ = ["Jobs", "Task", "enqueue"]
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=JobContext[Any])
+#: Given the context of an attempt, it returns what surrounds the handler.
+Middleware = Callable[[JobContext[Any]], AbstractContextManager[Any]]
 
 
 class Task(Generic[P]):
@@ -65,6 +68,8 @@ class Task(Generic[P]):
         aliases: tuple[str, ...],
         options: Options,
         retry: Retry,
+        timeout: timedelta | None = None,
+        store_result: bool = False,
     ) -> None:
         update_wrapper(self, function)  # type: ignore[arg-type]
         self.jobs = jobs
@@ -73,9 +78,12 @@ class Task(Generic[P]):
         self.aliases = aliases
         self.options = options
         self.retry = retry
+        self.timeout = timeout
+        self.store_result = store_result
         self.is_async = inspect.iscoroutinefunction(function)
         self.takes_context = _context_kind(function) is not None
         self._parameters: Parameters | None = None
+        self._results: Results | None = None
         self._takes_entities = False
 
     def __repr__(self) -> str:
@@ -96,6 +104,13 @@ class Task(Generic[P]):
                 localns=_mapped_names(self.jobs.Job),
             )
         return self._parameters
+
+    @property
+    def results(self) -> Results:
+        """How what it returns is stored, if `store_result` says so."""
+        if self._results is None:
+            self._results = Results.of(self.function, localns=_mapped_names(self.jobs.Job))
+        return self._results
 
     @property
     def takes_entities(self) -> bool:
@@ -228,6 +243,7 @@ class Jobs:
         self.async_engine = async_engine
         self.imports = _texts("imports", imports)
         self.retention = retention
+        self.middlewares: list[Middleware] = []
         self._tasks: dict[str, Task[Any]] = {}
 
     @property
@@ -249,6 +265,8 @@ class Jobs:
         queue: str = "default",
         priority: int = 0,
         retry: Retry = ...,
+        timeout: timedelta | None = None,
+        store_result: bool = False,
     ) -> _Decorator: ...
     def task(
         self,
@@ -260,6 +278,8 @@ class Jobs:
         queue: str = "default",
         priority: int = 0,
         retry: Retry = Retry(),  # noqa: B008 - frozen
+        timeout: timedelta | None = None,
+        store_result: bool = False,
     ) -> Any:
         """Make a function a task: `@jobs.task` or `@jobs.task(queue="mail", retry=Retry(max_attempts=8))`.
 
@@ -267,11 +287,17 @@ class Jobs:
         jobs may still wait. A first parameter annotated `JobContext` (`AsyncJobContext` for an
         `async def`) is handed in by the worker.
 
+        `timeout` limits an attempt: a coroutine is cancelled at its limit and the attempt has failed. A
+        thread cannot be stopped: `ctx.cancelled` turns true, the job keeps its lease, and when it still
+        runs one more `timeout` later the worker ends its other jobs and exits with 7. `store_result` keeps
+        what the handler returns, as JSON by its return annotation; what cannot be stored is left out.
+
         Raises `TaskDefinitionError` for a function that cannot be one (a method, a lambda, a partial, a
         generator, *args), `DuplicateTask` when the kind is taken, `ConfigurationError` for an option.
         """
         if not isinstance(retry, Retry):
             raise ConfigurationError(f"retry takes a Retry(...), got {retry!r}")
+        _check_timeout(timeout)
         options = Options(queue=queue, priority=priority, max_attempts=retry.max_attempts)
         older = tuple(check_name("alias", alias) for alias in _texts("aliases", aliases))
 
@@ -279,7 +305,16 @@ class Jobs:
             _check_function(function, named=name is not None)
             kind = check_name("kind", _kind_of(function) if name is None else name)
             cls: type[Task[Any]] = PlainTask if _context_kind(function) is None else ContextTask
-            made = cls(self, function, kind=kind, aliases=older, options=options, retry=retry)
+            made = cls(
+                self,
+                function,
+                kind=kind,
+                aliases=older,
+                options=options,
+                retry=retry,
+                timeout=timeout,
+                store_result=store_result,
+            )
             self._register(made)
             return made
 
@@ -296,6 +331,34 @@ class Jobs:
                 )
         for kind in (task.kind, *task.aliases):
             self._tasks[kind] = task
+
+    def around(self, factory: Middleware) -> Middleware:
+        """Surround every attempt with a context manager: `factory(ctx)` returns it. Also a decorator.
+
+        It is entered in the handler's own thread or task, after the arguments are loaded, and left before
+        the job is settled; the first registered is the outermost. It sees what the handler raises, and may
+        raise itself: then the attempt has failed. Plain context managers only, also around coroutines.
+
+        Raises `ConfigurationError` for an async one.
+
+        >>> from contextlib import contextmanager
+        >>> jobs = Jobs()
+        >>> @jobs.around
+        ... @contextmanager
+        ... def timed(ctx):
+        ...     ctx.log.info("begins")
+        ...     yield
+        ...     ctx.log.info("ends")
+        """
+        inner = inspect.unwrap(factory) if callable(factory) else factory
+        if not callable(factory) or inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner):
+            raise ConfigurationError(
+                f"around takes a function of the context that returns a plain context manager, got "
+                f"{getattr(factory, '__qualname__', factory)!r}"
+                + ("; it is async, and could not surround a handler in a thread" if callable(factory) else "")
+            )
+        self.middlewares.append(factory)
+        return factory
 
     def find(
         self, session: "Session | scoped_session[Session] | Connection", job_id: int
@@ -330,6 +393,13 @@ def enqueue(session: AnySession, task: Task[P], /, *args: P.args, **kwargs: P.kw
             f"{name} is not a task: decorate the function with @jobs.task, and pass it without calling it"
         )
     return outbox.put(session, task.jobs.Job, task.call(*args, **kwargs))
+
+
+def _check_timeout(timeout: object) -> None:
+    if timeout is None:
+        return
+    if not isinstance(timeout, timedelta) or not timedelta(0) < timeout <= LONGEST:
+        raise ConfigurationError(f"timeout takes a timedelta above 0, or None, got {timeout!r}")
 
 
 def _texts(what: str, given: Iterable[str]) -> tuple[str, ...]:

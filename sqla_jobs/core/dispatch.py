@@ -58,6 +58,7 @@ class _Queue:
     # because a timer may run a little fast
     at: float = inf
     look_ahead: bool = False  # a look-ahead that was due has not been made, or had to be made again
+    over: bool = False  # claimed once, where that is all there is to be
 
 
 class Dispatcher:
@@ -66,7 +67,8 @@ class Dispatcher:
     Guarantees: never more open jobs (claimed, not ended) than `concurrency` or what the rate seen
     starts within WINDOW; never more held jobs (claimed, not settled) than twice that and two claims; a
     wake-up during a claim leads to another claim; every queue is polled; no slot stays idle beside a
-    queue that is due.
+    queue that is due. `once`: every queue is claimed once and then never again. `budget`: so many jobs
+    are claimed in all, and not one more.
     """
 
     def __init__(
@@ -77,8 +79,12 @@ class Dispatcher:
         poll: float,
         now: float,
         claim_limit: int = CLAIM_LIMIT,
+        once: bool = False,
+        budget: int | None = None,
     ) -> None:
         self.concurrency = concurrency
+        self._once = once
+        self._budget = inf if budget is None else budget
         self.open = 0
         self.held = 0
         self._poll = poll
@@ -99,6 +105,8 @@ class Dispatcher:
         """A job of `queue` (None: of any) is claimable in `due_in` seconds."""
         chosen = self._queues.values() if queue is None else [q] if (q := self._queues.get(queue)) else []
         for q in chosen:
+            if q.over:
+                continue
             at = now + max(due_in, 0.0)
             q.due = min(q.due, at)
             if due_in > 0:
@@ -111,10 +119,10 @@ class Dispatcher:
     def listening(self, alive: bool, *, now: float) -> None:
         """Whether wake-ups arrive. What was missed while they did not is looked for at once."""
         if alive and not self._listening:
-            for q in self._queues.values():
+            for q in self._in_use():
                 q.due = q.poll_at = min(q.due, now)
         if self._listening and not alive:
-            for q in self._queues.values():
+            for q in self._in_use():
                 q.poll_at = min(q.poll_at, now + self._poll)
                 q.due = min(q.due, q.poll_at)
         self._listening = alive
@@ -126,6 +134,11 @@ class Dispatcher:
             self._looking = q
         self.open += got
         self.held += got
+        self._budget -= got
+        if self._once:
+            q.over = q.drained = True
+            q.due = inf
+            return
         if not claim.prefetch:
             self._free_slot_claim = q.asked = now
         if got:
@@ -179,6 +192,11 @@ class Dispatcher:
         """Nothing is held and every queue's last claim found less than it asked for."""
         return self.held == 0 and all(q.drained for q in self._turn)
 
+    @property
+    def spent(self) -> bool:
+        """Nothing is held and the budget is used up."""
+        return self.held == 0 and self._budget <= 0
+
     def target(self, now: float) -> int:
         """How many jobs may be open: the slots, or what the rate seen starts within WINDOW."""
         return max(self.concurrency, int(self._rate_at(now) * WINDOW))
@@ -190,7 +208,8 @@ class Dispatcher:
             return Wait(None)
         due = [q for q in self._turn if q.due <= now]
         if not due:
-            return Wait(min(q.due for q in self._turn))
+            first = min(q.due for q in self._turn)
+            return Wait(None if first == inf else first)
         # A claim for free slots takes the queue that has waited longest for one, and not the first in line:
         # beside a busy queue, last attempts of another would never be claimed. Nor does one clock for all
         # do: queues that bring little would reset it, and a busy one never come to its turn.
@@ -216,12 +235,16 @@ class Dispatcher:
     def _room(self, now: float, owed: bool) -> tuple[int, bool]:
         """How many jobs to claim, and whether that is more than there are free slots."""
         target = self.target(now)
+        most = int(min(self._claim_limit, self._budget))
         if self.held >= 2 * target + self._claim_limit:
             return 0, False  # settles do not keep up: that is the back-pressure
         if target > self.concurrency and not owed and self.open <= target // 2:
-            return min(target - self.open, self._claim_limit), True
+            return min(target - self.open, most), True
         # also when a prefetch has to wait for half the buffer: no slot stays idle meanwhile
-        return min(max(self.concurrency - self.open, 0), self._claim_limit), False
+        return min(max(self.concurrency - self.open, 0), most), False
+
+    def _in_use(self) -> list[_Queue]:
+        return [q for q in self._turn if not q.over]
 
     def _rate_at(self, now: float) -> float:
         """Ends per second. Half of it is forgotten every WINDOW / 2, also while nothing ends."""

@@ -56,6 +56,10 @@ class LeaseBook:
         for lease in leases:
             self._ends.pop(lease, None)
 
+    def open(self) -> set[Lease]:
+        """All of them."""
+        return set(self._ends)
+
     def due(self, now: float) -> list[Lease]:
         """Those with a third of their lease left, or less."""
         limit = now + self._lease / 3

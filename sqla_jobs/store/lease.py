@@ -16,7 +16,7 @@ from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.models import Tables
 from sqla_jobs.store.parts import CLOCK, IDS, LEASE, OWNER, QUEUE, leases_given, status
 
-__all__ = ["Prolonged", "prolong"]
+__all__ = ["Prolonged", "cancel_requested", "prolong"]
 
 RUNNING = status(JobStatus.RUNNING)
 
@@ -95,6 +95,30 @@ def prolong(
     if missing:
         _look(connection, tables, missing, prolonged)
     return prolonged
+
+
+@cache
+def cancel_requested_statement(jobs: Table) -> Executable:
+    """Which of the attempts somebody wants to end."""
+    c, given = jobs.c, leases_given()
+    return select(c.id).where(
+        c.queue == QUEUE,
+        c.id == given.c.id,
+        c.fencing_token == given.c.token,
+        c.status == RUNNING,
+        c.cancel_requested_at.is_not(None),
+    )
+
+
+def cancel_requested(connection: Connection, tables: Tables, leases: Sequence[Lease]) -> list[Lease]:
+    """Those of one queue whose job is to be cancelled. Reads only; a prolongation tells it too."""
+    given = {
+        "q": leases[0].queue,
+        "ids": [each.id for each in leases],
+        "tokens": [each.token for each in leases],
+    }
+    ids = set(connection.scalars(cancel_requested_statement(tables.jobs), given))
+    return [each for each in leases if each.id in ids]
 
 
 def _look(connection: Connection, tables: Tables, missing: Sequence[Lease], prolonged: Prolonged) -> None:

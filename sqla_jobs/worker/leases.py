@@ -3,8 +3,8 @@
 From a thread of its own where there is a sync engine: a handler that blocks the event loop must not
 lose the leases of its neighbours.
 
-What is due is decided by core.leases, what is still ours by store.lease. Tells which leases are lost;
-does not end handlers itself.
+What is due is decided by core.leases, what is still ours by store.lease. Tells which leases are lost, and
+which jobs somebody wants to cancel; does not end handlers itself.
 """
 
 import asyncio
@@ -14,20 +14,22 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from sqla_jobs.core.leases import Lease, LeaseBook
 from sqla_jobs.events import Events
 from sqla_jobs.models import Tables
 from sqla_jobs.store.door import Lane, SyncLane, brief, lane_on
-from sqla_jobs.store.lease import Prolonged, prolong
+from sqla_jobs.store.lease import Prolonged, cancel_requested, prolong
 from sqla_jobs.worker.startup import connect_only
 
 __all__ = ["LeaseKeeper"]
 
 
+T = TypeVar("T")
 Lost = Callable[[list[Lease], str], None]
 
 
@@ -41,6 +43,7 @@ class LeaseKeeper:
         engine: Engine | None,
         async_engine: AsyncEngine | None,
         lease: timedelta,
+        look_every: float,
         lost: Lost,
         cancel_requested: Callable[[list[Lease]], None],
         events: Events,
@@ -49,6 +52,9 @@ class LeaseKeeper:
         self._engine = engine
         self._async_engine = async_engine
         self._lease = lease
+        self._look_every = look_every
+        self._looked = time.monotonic()
+        self._seen: set[Lease] = set()  # open at the last look for cancel requests
         self._book = LeaseBook(lease=lease.total_seconds())
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -104,23 +110,27 @@ class LeaseKeeper:
             self._changed.wait(self._pause())
             self._changed.clear()
             for group in self._due():
+                sent = time.monotonic()
+                try:  # this thread must outlive whatever it meets
+                    self._apply(self._on(lane, partial(self._verb, group)), sent)
+                except Exception as error:
+                    self._failed(error)
+            for group in self._to_look_at():
                 try:
-                    self._prolong_on(lane, group)
-                except Exception as error:  # this thread must outlive whatever it meets
+                    self._requested(self._on(lane, partial(self._look, group)))
+                except Exception as error:
                     self._failed(error)
             self._drop_ended()
         lane.close()
 
-    def _prolong_on(self, lane: SyncLane, group: list[Lease]) -> None:
-        sent = time.monotonic()
+    def _on(self, lane: SyncLane, verb: Callable[[Connection], T]) -> T:
         watchdog = threading.Timer(self._deadline, lane.expire)
         watchdog.daemon = True
         watchdog.start()
         try:
-            prolonged = lane.run(partial(self._verb, group))
+            return lane.run(verb)
         finally:
             watchdog.cancel()
-        self._apply(prolonged, sent)
 
     async def _in_loop(self, engine: AsyncEngine) -> None:
         lane: Lane = lane_on(engine, "leases")
@@ -136,6 +146,11 @@ class LeaseKeeper:
                     self._failed(error)
                 else:
                     self._apply(prolonged, sent)
+            for group in self._to_look_at():
+                try:
+                    self._requested(await lane.run(partial(self._look, group), deadline=self._deadline))
+                except Exception as error:
+                    self._failed(error)
             self._drop_ended()
         await lane.close()
 
@@ -148,19 +163,37 @@ class LeaseKeeper:
 
     def _pause(self) -> float:
         with self._lock:
-            # never busy: a row that is held or a server that is down is asked again after a moment
-            return max(self._book.pause(time.monotonic()), self._lease.total_seconds() / 30)
+            pause = self._book.pause(time.monotonic())
+            if len(self._book):
+                pause = min(pause, self._look_every)
+        # never busy: a row that is held or a server that is down is asked again after a moment
+        return max(pause, self._lease.total_seconds() / 30)
 
     def _due(self) -> list[list[Lease]]:
         with self._lock:
             due = self._book.due(time.monotonic())
-        groups: dict[str, list[Lease]] = {}
-        for lease in due:
-            groups.setdefault(lease.queue, []).append(lease)
-        return list(groups.values())
+        return _by_queue(due)
 
-    def _verb(self, group: list[Lease], connection: object) -> Prolonged:
-        return prolong(connection, self._tables, group, lease=self._lease)  # type: ignore[arg-type]
+    def _to_look_at(self) -> list[list[Lease]]:
+        """Attempts that were open a poll interval ago and still are: short ones cost no statement."""
+        now = time.monotonic()
+        if now - self._looked < self._look_every:
+            return []
+        self._looked = now
+        with self._lock:
+            open_now = self._book.open()
+        long, self._seen = open_now & self._seen, open_now
+        return _by_queue(long)
+
+    def _verb(self, group: list[Lease], connection: Connection) -> Prolonged:
+        return prolong(connection, self._tables, group, lease=self._lease)
+
+    def _look(self, group: list[Lease], connection: Connection) -> list[Lease]:
+        return cancel_requested(connection, self._tables, group)
+
+    def _requested(self, leases: list[Lease]) -> None:
+        if leases:
+            self._cancel_requested(leases)
 
     def _apply(self, prolonged: Prolonged, sent: float) -> None:
         with self._lock:
@@ -170,8 +203,7 @@ class LeaseKeeper:
             self._book.closed(lost)
         if lost:
             self._lost(lost, "taken over by somebody else")
-        if prolonged.cancel_requested:
-            self._cancel_requested(prolonged.cancel_requested)
+        self._requested(prolonged.cancel_requested)
 
     def _drop_ended(self) -> None:
         """By our own clock these have ended: somebody may run them by now, whatever the network says."""
@@ -184,3 +216,10 @@ class LeaseKeeper:
     def _failed(self, error: Exception) -> None:
         again = self._lease.total_seconds() / 30
         self._events.emit("database.error", operation="prolong", error=brief(error), retry_in=again)
+
+
+def _by_queue(leases: Iterable[Lease]) -> list[list[Lease]]:
+    groups: dict[str, list[Lease]] = {}
+    for lease in leases:
+        groups.setdefault(lease.queue, []).append(lease)
+    return list(groups.values())

@@ -21,9 +21,11 @@ from sqla_jobs.tasks import Jobs, Task
 from sqla_jobs.telemetry.logs import FORMATS
 from sqla_jobs.worker.engines import database_url
 from sqla_jobs.worker.loop import Worker
+from sqla_jobs.worker.settings import MODES
 
-__all__ = ["Parser", "add_options", "duration", "load_app", "make_worker"]
+__all__ = ["Parser", "add_options", "as_given", "duration", "load_app", "make_worker", "memory", "resolved"]
 
+_SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
 
 
@@ -37,6 +39,19 @@ def duration(text: str) -> timedelta:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration: write 60, 90s or 5m")
     return timedelta(seconds=float(match[1]) * _UNITS[match[2]])
+
+
+def memory(text: str) -> int:
+    """Bytes, or a number with a unit (`512M`, `2G`, `1.5GiB`): powers of 1024.
+
+    >>> memory("512M")
+    536870912
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    size = 0 if match is None else int(float(match[1]) * _SIZES[match[2].upper()])
+    if match is None or size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory: write 512M or 2G")
+    return size
 
 
 def _positive(text: str) -> int:
@@ -98,6 +113,20 @@ OPTIONS: tuple[_Option, ...] = (
         metavar="N",
     ),
     _Option(
+        ("--threads",),
+        _positive,
+        None,
+        "of these at most so many in threads (default: as --concurrency)",
+        metavar="N",
+    ),
+    _Option(
+        ("--processes",),
+        _positive,
+        1,
+        "so many worker processes, started again when they end",
+        metavar="N",
+    ),
+    _Option(
         ("--lease",),
         duration,
         timedelta(seconds=60),
@@ -129,8 +158,29 @@ OPTIONS: tuple[_Option, ...] = (
         ("--mode",),
         str,
         "continuous",
-        "drain: end when nothing is due any more",
-        choices=("continuous", "drain"),
+        "drain: end when nothing is due any more; once: after one claim of each queue",
+        choices=MODES,
+    ),
+    _Option(
+        ("--max-jobs",),
+        _positive,
+        None,
+        "end with exit code 7 after so many jobs",
+        metavar="N",
+    ),
+    _Option(
+        ("--max-runtime",),
+        duration,
+        None,
+        "end with exit code 7 after so long",
+        metavar="TIME",
+    ),
+    _Option(
+        ("--max-memory",),
+        memory,
+        None,
+        "end with exit code 7 when the process uses so much",
+        metavar="SIZE",
     ),
     _Option(
         ("--name",),
@@ -170,6 +220,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             settings["action"] = "append"
         parser.add_argument(*option.flags, **settings)
     parser.add_argument("--no-listen", action="store_true", help="poll only [SQLA_JOBS_NO_LISTEN]")
+    parser.add_argument(
+        "--check", action="store_true", help="only see whether a worker could start: app, database, schema"
+    )
 
 
 def _help(option: _Option) -> str:
@@ -179,6 +232,19 @@ def _help(option: _Option) -> str:
     if option.default is not None:
         return f"{option.help} (default: {option.default}) [{variables}]"
     return f"{option.help} [{variables}]"
+
+
+def as_given(arguments: argparse.Namespace) -> list[str]:
+    """The flags that were given, as text for a process that is to get the same."""
+    given: list[str] = ["--no-listen"] if arguments.no_listen else []
+    for option in OPTIONS:
+        value = getattr(arguments, option.name)
+        if value is None:
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            text = f"{each.total_seconds()}s" if isinstance(each, timedelta) else str(each)
+            given.append(f"{option.flags[-1]}={text}")
+    return given
 
 
 def resolved(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -271,12 +337,16 @@ def make_worker(options: Mapping[str, Any], *, events: Events) -> tuple[Worker, 
         listen_url=options["listen_database_url"],
         queues=options["queue"],
         concurrency=options["concurrency"],
+        threads=options["threads"],
         lease=options["lease"],
         poll_interval=options["poll_interval"],
         drain_timeout=options["drain_timeout"],
         startup_timeout=options["startup_timeout"],
         listen=not options["no_listen"],
         mode=options["mode"],
+        max_jobs=options["max_jobs"],
+        max_runtime=options["max_runtime"],
+        max_memory=options["max_memory"],
         name=options["name"],
         events=events,
     )

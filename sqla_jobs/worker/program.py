@@ -1,16 +1,24 @@
 """A worker as a program: signals, logs and exit codes.
 
 0 clean, 1 forced by a second signal, 2 usage, 3 app not importable or no task, 4 schema missing or
-older, 5 database unreachable past the start-up limit, 6 drain timed out.
+older, 5 database unreachable past the start-up limit, 6 drain timed out, 7 recycled (enough jobs, run
+time or memory, or an attempt stuck in a thread).
+
+SIGTERM and SIGINT: once, drain; twice, cancel what runs and give it back; three times, or SIGQUIT: end at
+once, and leave the jobs to their leases. SIGUSR1: claim nothing any more, but stay. SIGUSR2: write the
+stacks of all threads to stderr.
 """
 
 import argparse
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 from sqla_jobs.errors import (
     AppError,
@@ -21,8 +29,9 @@ from sqla_jobs.errors import (
 )
 from sqla_jobs.events import Events
 from sqla_jobs.telemetry.logs import configure, log_events
-from sqla_jobs.worker.loop import CLEAN, Worker
-from sqla_jobs.worker.options import Parser, add_options, make_worker, resolved
+from sqla_jobs.worker.loop import CLEAN, FORCED, Worker
+from sqla_jobs.worker.options import Parser, add_options, as_given, make_worker, resolved
+from sqla_jobs.worker.supervisor import SUPERVISED, Supervisor
 
 __all__ = ["main", "run"]
 
@@ -44,20 +53,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run a worker as parsed arguments say, until it ends; the exit code."""
+    # taken out: what a handler starts is not supervised by whoever supervises us
+    pipe = os.environ.pop(SUPERVISED, "")
     try:
         options = resolved(arguments, os.environ)
         configure(level=options["log_level"], form=options["log_format"])
         events = Events()
         log_events(events)
+        if options["processes"] > 1 and not pipe and not arguments.check:
+            return _supervise(arguments, options, events)
         worker, source = make_worker(options, events=events)
         logging.getLogger("sqla_jobs").info("database", extra={"fields": {"url": source}})
-        return _run(worker)
+        return _check(worker) if arguments.check else _run(worker, pipe)
     except SqlaJobsError as error:
         sys.stderr.write(f"sqla_jobs worker: {error}\n")
         return next(code for cls, code in _EXIT_CODES if isinstance(error, cls))
 
 
-def _run(worker: Worker) -> int:
+def _supervise(arguments: argparse.Namespace, options: Mapping[str, Any], events: Events) -> int:
+    supervisor = Supervisor(
+        ["-m", "sqla_jobs.worker", *as_given(arguments)],
+        count=options["processes"],
+        endless=options["mode"] == "continuous",
+        events=events,
+    )
+    return asyncio.run(supervisor.run())
+
+
+def _check(worker: Worker) -> int:
+    asyncio.run(worker.check())
+    kinds = ", ".join(sorted(worker.jobs.tasks))
+    sys.stdout.write(f"a worker could start: queues {', '.join(worker.queues)}; kinds {kinds}\n")
+    return CLEAN
+
+
+def _run(worker: Worker, pipe: str) -> int:
     """Run the worker's loop to its end.
 
     A SystemExit in a task that a handler has started leaves the loop, as asyncio will have it. The loop
@@ -66,7 +96,7 @@ def _run(worker: Worker) -> int:
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         asyncio.set_event_loop(loop)
-        main = loop.create_task(_until_signalled(worker))
+        main = loop.create_task(_until_signalled(worker, pipe))
         while True:
             try:
                 return loop.run_until_complete(main)
@@ -76,14 +106,41 @@ def _run(worker: Worker) -> int:
                 worker.events.emit("loop.crashed", loop="worker", error=repr(error), retry_in=0.0)
 
 
-async def _until_signalled(worker: Worker) -> int:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop)
+async def _until_signalled(worker: Worker, pipe: str) -> int:
+    _listen(worker)
+    if pipe.isdecimal():
+        # nothing is ever written to it: readable means that the supervisor is gone
+        loop = asyncio.get_running_loop()
+        loop.add_reader(int(pipe), _orphaned, loop, int(pipe), worker)
     code = await worker.run()
     if code != CLEAN:
         _leave(code)
     return code
+
+
+def _listen(worker: Worker) -> None:
+    loop = asyncio.get_running_loop()
+    signals = 0
+
+    def stop() -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 2:
+            _leave(FORCED)
+        worker.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGQUIT, _leave, FORCED)
+    loop.add_signal_handler(signal.SIGUSR1, worker.quiet)
+    # in C and at once: a loop that is blocked is when somebody wants to know
+    with suppress(OSError, ValueError):  # a stderr that is no file
+        faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
+
+
+def _orphaned(loop: asyncio.AbstractEventLoop, pipe: int, worker: Worker) -> None:
+    loop.remove_reader(pipe)
+    worker.stop()
 
 
 def _leave(code: int) -> None:

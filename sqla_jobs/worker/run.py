@@ -8,30 +8,32 @@ import asyncio
 import contextvars
 import inspect
 import random
+import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
-from sqlalchemy import Engine
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from sqla_jobs.context import Attempt, Cancel, JobContext, RetryAfter, Snooze
 from sqla_jobs.core.lifecycle import Aborted, Outcome, Raised, Released, Returned, Snoozed, Verdict, judge
 from sqla_jobs.core.retention import Retention
-from sqla_jobs.errors import EntityGone, LeaseLost
-from sqla_jobs.models import Tables
+from sqla_jobs.errors import ConfigurationError, EntityGone, LeaseLost, PayloadError, TimeLimitExceeded
+from sqla_jobs.events import Events
 from sqla_jobs.store.claim import ClaimedJob
-from sqla_jobs.tasks import Task
+from sqla_jobs.tasks import Jobs, Task
 from sqla_jobs.worker.failure import describe, storable
 from sqla_jobs.worker.session import HandlerSession, abandon, end_read, settle_through
 
 __all__ = ["Ended", "Run", "Runner"]
 
 _LONGEST = timedelta(days=36_525)  # beyond it lies the end of PostgreSQL's calendar
+_MOMENT = timedelta(seconds=1)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +45,26 @@ class Run(Attempt):
     running_in: "asyncio.Task[None] | None" = None
     released: bool = False  # given back before it ended: its outcome is not wanted any more
     draining: bool = False  # told to end by the drain limit
+    cancel_requested: bool = False  # somebody cancels the job
+    timed_out: bool = False  # its time limit has passed
     told: bool = False  # its loss has been reported
     ended: bool = False
+    started: float | None = None  # time.monotonic()
+    bucket: int | None = None  # where the time limits keep it
+    session: HandlerSession | None = None
+    remarked: bool = False
+    session_remarked: bool = False
+
+    @property
+    def timeout(self) -> float | None:
+        """The task's time limit in seconds."""
+        limit = self.task.timeout
+        return None if limit is None else limit.total_seconds()
+
+    @property
+    def session_opened(self) -> float | None:
+        """When ctx.session has taken the connection that it holds."""
+        return None if self.session is None else self.session.opened
 
     def cancel(self) -> None:
         """Ask the handler to end: at its next await, or when it looks at ctx.cancelled."""
@@ -62,22 +82,40 @@ class Ended:
     written: Verdict | None = None
 
 
+class Limits(Protocol):
+    """Whoever watches the time limits of attempts."""
+
+    def started(self, run: Run, seconds: float) -> None:
+        """Its time runs from now."""
+
+    def ended(self, run: Run) -> None:
+        """It needs no watching any more."""
+
+
 class Runner:
-    """Runs attempts in a thread or in the loop, with the engines that handlers' sessions need."""
+    """Runs attempts in a thread or in the loop.
+
+    `source` and `async_source` are what handlers' sessions take their connections from: the sync engines
+    (of an AsyncEngine, its sync side), or one connection whose transaction is somebody else's.
+    """
 
     def __init__(
         self,
-        tables: Tables,
+        jobs: Jobs,
         *,
-        engine: Engine | None,
-        async_engine: AsyncEngine | None,
-        retention: Retention,
+        source: Engine | Connection | None,
+        async_source: Engine | Connection | None,
+        events: Events,
+        limits: Limits | None = None,
         spread: Callable[[], float] = random.random,
     ) -> None:
-        self._tables = tables
-        self._engine = engine
-        self._async_engine = async_engine
-        self._retention = retention
+        self._tables = jobs.tables
+        self._retention: Retention = jobs.retention
+        self._around = jobs.middlewares
+        self._source = source
+        self._async_source = async_source
+        self._events = events
+        self._limits = limits
         self._spread = spread
 
     # -- in a thread
@@ -91,16 +129,17 @@ class Runner:
         def open_session() -> HandlerSession:
             nonlocal session
             if session is None:
-                assert self._engine is not None
-                session = HandlerSession(engine=self._engine)
+                if self._source is None:
+                    raise ConfigurationError("ctx.session of a plain handler needs engine= or a URL")
+                session = run.session = HandlerSession(source=self._source)
             return session
 
+        self._begin(run)
         try:
             arguments = self._decoded(run, open_session)
             if session is not None:
                 end_read(session)
-            _refuse_awaitable(self._call(run, open_session, arguments))
-            outcome: Outcome = Returned()
+            outcome: Outcome = self._returned(run, self._call(run, open_session, arguments))
             if session is not None:
                 _require_lease(run)
                 committed = settle_through(session, self._tables, self._entry(run, outcome), self._retention)
@@ -124,12 +163,15 @@ class Runner:
         def open_session() -> AsyncSession:
             nonlocal session
             if session is None:
-                assert self._async_engine is not None
-                session = AsyncSession(
-                    sync_session_class=HandlerSession, engine=self._async_engine.sync_engine
-                )
+                if self._async_source is None:
+                    raise ConfigurationError("ctx.session of an async handler needs async_engine= or a URL")
+                session = AsyncSession(sync_session_class=HandlerSession, source=self._async_source)
+                inner = session.sync_session
+                assert isinstance(inner, HandlerSession)
+                run.session = inner
             return session
 
+        self._begin(run)
         run.running_in = asyncio.current_task()
         try:
             if run.task.takes_entities:
@@ -138,8 +180,10 @@ class Runner:
                 arguments = self._decoded(run, _no_session)
             # a context of its own: the consumer's task is reused, and would hand one job's context
             # variables to the next
-            await in_context(self._call(run, open_session, arguments), contextvars.copy_context())
-            outcome: Outcome = Returned()
+            value = await in_context(
+                self._call_async(run, open_session, arguments), contextvars.copy_context()
+            )
+            outcome: Outcome = self._returned(run, value)
             if session is not None:
                 _require_lease(run)
                 committed = await _to_its_end(
@@ -174,20 +218,47 @@ class Runner:
 
         return run.task.parameters.decode(run.job.payload, load)
 
+    def _begin(self, run: Run) -> None:
+        run.started = time.monotonic()
+        if run.timeout is not None and self._limits is not None:
+            self._limits.started(run, run.timeout)
+
     def _call(self, run: Run, open_session: Callable[[], Any], arguments: dict[str, object]) -> Any:
-        task, job = run.task, run.job
-        if not task.takes_context:
-            return task.function(**arguments)
-        context: JobContext[Any] = JobContext(
-            id=job.lease.id,
-            queue=job.lease.queue,
-            kind=job.kind,
-            attempt=job.attempt,
-            max_attempts=job.max_attempts,
-            open_session=open_session,
-            state=run,
-        )
-        return task.function(context, **arguments)
+        """A plain function, inside the middlewares, in this thread."""
+        context = _context(run, open_session)
+        with ExitStack() as stack:
+            for factory in self._around:
+                stack.enter_context(_plain_manager(factory, context))
+            result = _apply(run.task, context, arguments)
+            _refuse_awaitable(result)
+            return result
+        # here when a middleware has swallowed what the handler raised: it counts as a return
+
+    async def _call_async(
+        self, run: Run, open_session: Callable[[], Any], arguments: dict[str, object]
+    ) -> Any:
+        """A coroutine function, inside the middlewares, in the context that steps this."""
+        context = _context(run, open_session)
+        with ExitStack() as stack:
+            for factory in self._around:
+                stack.enter_context(_plain_manager(factory, context))
+            return await _apply(run.task, context, arguments)
+
+    def _returned(self, run: Run, value: object) -> Outcome:
+        """A result that cannot be stored is left out: the work is done, and must not be done again."""
+        if inspect.iscoroutine(value):
+            value.close()  # nobody will await it
+        if not run.task.store_result or value is None:
+            return Returned()
+        try:
+            return Returned(run.task.results.text(value))
+        except Exception as error:
+            lease = run.job.lease
+            said = str(error) if isinstance(error, PayloadError) else type(error).__name__
+            self._events.emit(
+                "result.refused", job=lease.id, queue=lease.queue, kind=run.job.kind, error=said
+            )
+            return Returned()
 
     def _entry(self, run: Run, outcome: Outcome) -> Any:
         return run.job.lease, self._judged(run, outcome)
@@ -195,17 +266,29 @@ class Runner:
     def _judged(self, run: Run, outcome: Outcome) -> Verdict:
         return judge(outcome, attempt=run.job.attempt, max_attempts=run.job.max_attempts)
 
-    def _ended(self, run: Run, outcome: Outcome) -> Ended:
+    def _over(self, run: Run) -> None:
         run.ended = True
+        if run.bucket is not None and self._limits is not None:
+            self._limits.ended(run)
+
+    def _ended(self, run: Run, outcome: Outcome) -> Ended:
+        self._over(run)
         # also of a run that was lost or given back: whoever keeps the books knows, and leaves it out
         return Ended(run, self._judged(run, outcome))
 
     def _through_session(self, run: Run, outcome: Outcome, *, committed: bool) -> Ended:
-        run.ended = True
+        self._over(run)
         if committed:
             return Ended(run, None, written=self._judged(run, outcome))
         run.lost = True
         return Ended(run, None)
+
+    def given_up(self, run: Run) -> Verdict:
+        """On an attempt past its time limit that does not end: it has failed, although it still runs."""
+        error = TimeLimitExceeded(f"{_limit(run)}, and its handler does not end")
+        delay = self._delay_after(error, run)
+        # not at once: this process needs a moment to end, and the handler with it
+        return self._judged(run, Raised(describe(error), None if delay is None else max(delay, _MOMENT)))
 
     def broken(self, run: Run, error: BaseException) -> Ended:
         """A run whose consumer met what nobody expected."""
@@ -227,8 +310,16 @@ class Runner:
                 return Aborted(storable(str(error)))
             case RetryAfter():
                 return Raised(describe(error.__cause__ or error), _waitable(error.delay))
+            case asyncio.CancelledError() if run.cancel_requested:
+                return Aborted("cancelled while it ran")
+            case asyncio.CancelledError() if run.timed_out:
+                late = TimeLimitExceeded(_limit(run)).with_traceback(error.__traceback__)
+                return Raised(describe(late), self._delay_after(late, run))
             case asyncio.CancelledError() if run.draining:
                 return Released()
+            case _NotRun():
+                plain = TypeError(*error.args).with_traceback(error.__traceback__)
+                return Raised(describe(plain), None)
         return Raised(describe(error), self._delay_after(error, run))
 
     def _delay_after(self, error: BaseException, run: Run) -> timedelta | None:
@@ -238,6 +329,40 @@ class Runner:
             delay = retry.wait_after(error, run.job.attempt, spread=self._spread())
             return None if delay is None else _waitable(delay)
         return retry.wait(run.job.attempt, spread=self._spread())
+
+
+def _context(run: Run, open_session: Callable[[], Any]) -> JobContext[Any]:
+    job = run.job
+    return JobContext(
+        id=job.lease.id,
+        queue=job.lease.queue,
+        kind=job.kind,
+        attempt=job.attempt,
+        max_attempts=job.max_attempts,
+        open_session=open_session,
+        state=run,
+    )
+
+
+def _apply(task: Task[Any], context: JobContext[Any], arguments: dict[str, object]) -> Any:
+    return task.function(context, **arguments) if task.takes_context else task.function(**arguments)
+
+
+def _plain_manager(factory: Callable[[Any], Any], context: JobContext[Any]) -> AbstractContextManager[Any]:
+    manager = factory(context)
+    if not isinstance(manager, AbstractContextManager):
+        if inspect.iscoroutine(manager):
+            manager.close()
+        name = getattr(factory, "__qualname__", repr(factory))
+        raise TypeError(
+            f"middleware {name} must return a plain context manager, got {type(manager).__name__}; "
+            "an async one cannot surround a handler in a thread"
+        )
+    return manager
+
+
+def _limit(run: Run) -> str:
+    return f"the attempt passed its time limit of {run.timeout:g} s"
 
 
 def _require_lease(run: Run) -> None:
@@ -273,12 +398,16 @@ def _waitable(delay: object) -> timedelta:
     return min(max(delay, timedelta(0)), _LONGEST)
 
 
+class _NotRun(TypeError):
+    """What a handler returned was to be run by somebody. Not tried again: only new code helps."""
+
+
 def _refuse_awaitable(result: object) -> None:
     """A plain function that returns a coroutine has not run what it was written for."""
     if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
         if inspect.iscoroutine(result):
             result.close()
-        raise TypeError(
+        raise _NotRun(
             f"the handler returned a {type(result).__name__}, which nobody runs: "
             "make the task of an async def, not of a plain function around it"
         )

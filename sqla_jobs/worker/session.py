@@ -7,9 +7,10 @@ transaction begins at the first use. Does not judge, and does not know threads f
 functions run directly, or in the greenlet of an AsyncSession.
 """
 
+import time
 from typing import Any
 
-from sqlalchemy import Connection, Engine, RootTransaction, text
+from sqlalchemy import Connection, Engine, Transaction, text
 from sqlalchemy.orm import Session
 
 from sqla_jobs.core.retention import Retention
@@ -24,13 +25,17 @@ _LOCK_TIMEOUT = text("SELECT set_config('lock_timeout', '5s', true)")
 
 
 class HandlerSession(Session):
-    """A session that opens its outer transaction when it is first used."""
+    """A session that opens its outer transaction when it is first used.
 
-    def __init__(self, *, engine: Engine, **arguments: Any) -> None:
+    On a given connection that is a savepoint of whatever transaction its owner has begun.
+    """
+
+    def __init__(self, *, source: Engine | Connection, **arguments: Any) -> None:
         super().__init__(**arguments, join_transaction_mode="create_savepoint")
-        self._engine = engine
+        self._source = source
         self.outer: Connection | None = None
-        self._begun: RootTransaction | None = None
+        self.opened: float | None = None  # time.monotonic(), while it holds a connection
+        self._begun: Transaction | None = None
         self._over = False
 
     def get_bind(self, *_: Any, **__: Any) -> Connection:
@@ -40,20 +45,28 @@ class HandlerSession(Session):
                 "ctx.session was used after its handler had ended: await what the handler starts"
             )
         if self.outer is None:
+            self.opened = time.monotonic()
+            if isinstance(self._source, Connection):
+                self._begun = self._source.begin_nested()
+                self.outer = self._source
+                return self.outer
             # READ COMMITTED whatever the engine says: above it, one prolongation of the lease makes the
             # settle fail for ever; under AUTOCOMMIT a lost lease would roll nothing back
-            connection = self._engine.connect().execution_options(isolation_level="READ COMMITTED")
+            connection = self._source.connect().execution_options(isolation_level="READ COMMITTED")
             self._begun = connection.begin()
             self.outer = connection
         return self.outer
 
     def require_transaction(self) -> None:
         """Raise `SqlaJobsError` when the handler has ended the worker's own transaction."""
-        if self.outer is not None and self.outer.get_transaction() is not self._begun:
+        if self.outer is not None and self._begun is not None and not self._is_in(self.outer):
             raise SqlaJobsError(
                 "the handler committed or rolled back ctx.session.connection() itself: what it wrote is no "
                 "longer one with its job; use ctx.session.commit()"
             )
+
+    def _is_in(self, outer: Connection) -> bool:
+        return self._begun in (outer.get_transaction(), outer.get_nested_transaction())
 
     def finish(self) -> None:
         """No use after the handler's end: nobody would ever commit it."""
@@ -62,15 +75,20 @@ class HandlerSession(Session):
     def let_go(self, *, commit: bool) -> None:
         """End the outer transaction and give the connection back."""
         outer, self.outer = self.outer, None
-        if outer is None:
+        begun, self._begun = self._begun, None
+        self.opened = None
+        if outer is None or begun is None:
             return
         try:
             if commit:
-                outer.commit()
-            else:
-                outer.rollback()
+                begun.commit()
+            elif outer is not self._source:
+                outer.rollback()  # also what the handler began after ending ours
+            elif begun.is_active:
+                begun.rollback()
         finally:
-            outer.close()
+            if outer is not self._source:
+                outer.close()
 
 
 def end_read(session: HandlerSession) -> None:

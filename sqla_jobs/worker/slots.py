@@ -1,7 +1,8 @@
 """Claimed jobs wait here for a slot: a buffer, consumer threads, and consumer tasks in the loop.
 
-At most `concurrency` attempts run at once, sync and async together, started in the order of their
-claim. Consumers are long-lived: a thread or task per job costs several times the job (docs/adr/0005).
+At most `concurrency` attempts run at once, sync and async together, of these at most `threads` in
+threads, started in the order of their claim. Consumers are long-lived: a thread or task per job costs
+several times the job (docs/adr/0005).
 """
 
 import asyncio
@@ -27,10 +28,12 @@ class Slots:
         runner: Runner,
         *,
         concurrency: int,
+        threads: int,
         finished: Callable[[list[Ended]], None],
     ) -> None:
         self._runner = runner
         self._concurrency = concurrency
+        self._most_threads = threads
         self._finished = finished
         self._loop = asyncio.get_running_loop()
         # one lock for both buffers and the count; `woken` is its condition for threads
@@ -40,6 +43,7 @@ class Slots:
         self._for_loop: deque[tuple[int, Run]] = deque()
         self._order = 0
         self._running: set[Run] = set()
+        self._in_threads = 0
         self._closed = False
         self._deferred = False  # a consumer found older work on the other side
         self._threads: list[threading.Thread] = []
@@ -55,6 +59,11 @@ class Slots:
         return len(self._for_threads) + len(self._for_loop)
 
     @property
+    def free_threads(self) -> int:
+        """How many more attempts could start in a thread, as far as threads go."""
+        return self._most_threads - self._in_threads - len(self._for_threads)
+
+    @property
     def running(self) -> list[Run]:
         """What runs at this moment."""
         with self._lock:
@@ -68,7 +77,9 @@ class Slots:
                 side = self._for_loop if run.task.is_async else self._for_threads
                 side.append((self._order, run))
             # a consumer that is at work is none that could take these
-            threads = min(len(self._for_threads) - self._idle_threads, self._concurrency - len(self._threads))
+            threads = min(
+                len(self._for_threads) - self._idle_threads, self._most_threads - len(self._threads)
+            )
             tasks = min(len(self._for_loop) - len(self._idle), self._concurrency - len(self._tasks))
             self._woken.notify(len(self._for_threads))
         for _ in range(threads):
@@ -95,15 +106,31 @@ class Slots:
 
     # -- taking
 
-    def _take(self, mine: deque[tuple[int, Run]], other: deque[tuple[int, Run]]) -> Run | None:
-        """The next of `mine`, if there is a slot and nothing older waits on the other side. Lock held."""
-        if not mine or len(self._running) >= self._concurrency:
+    def _take_for_thread(self) -> Run | None:
+        """The next for a thread, if there is room and nothing older waits for the loop. Lock held."""
+        if not self._for_threads or not self._has_thread():
             return None  # whoever ends a run wakes the next
-        if other and other[0][0] < mine[0][0]:
+        return self._take(self._for_threads, older=self._for_loop)
+
+    def _take_for_loop(self) -> Run | None:
+        """The next for the loop; what waits for a thread is older only while there is one. Lock held."""
+        if not self._for_loop:
+            return None
+        return self._take(self._for_loop, older=self._for_threads if self._has_thread() else None)
+
+    def _has_thread(self) -> bool:
+        return self._in_threads < self._most_threads
+
+    def _take(self, mine: deque[tuple[int, Run]], *, older: deque[tuple[int, Run]] | None) -> Run | None:
+        if len(self._running) >= self._concurrency:
+            return None
+        if older and older[0][0] < mine[0][0]:
             self._deferred = True
             return None
         run = mine.popleft()[1]
         self._running.add(run)
+        if mine is self._for_threads:
+            self._in_threads += 1
         if self._deferred:
             # somebody went back to sleep because this one was older: it may be their turn now
             self._deferred = False
@@ -115,6 +142,8 @@ class Slots:
         """A run ended, in whichever thread: free its slot, and tell the loop once per burst."""
         with self._lock:
             self._running.discard(ended.run)
+            if not ended.run.task.is_async:
+                self._in_threads -= 1
             self._burst.append(ended)
             tell, self._told = not self._told, True
             if self._for_threads:
@@ -146,7 +175,7 @@ class Slots:
     def _consume_in_thread(self) -> None:
         while True:
             with self._lock:
-                while (run := self._take(self._for_threads, self._for_loop)) is None:
+                while (run := self._take_for_thread()) is None:
                     if self._closed:
                         return
                     self._idle_threads += 1
@@ -176,7 +205,7 @@ class Slots:
         count = 0
         while True:
             with self._lock:
-                run = self._take(self._for_loop, self._for_threads)
+                run = self._take_for_loop()
             if run is None:
                 if self._closed:
                     return

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Iterable
-from datetime import timedelta
 from functools import partial
 from importlib import import_module
 
@@ -11,7 +10,6 @@ from sqlalchemy import Connection
 
 from sqla_jobs.errors import (
     AppError,
-    ConfigurationError,
     ConnectionLost,
     DatabaseUnreachable,
     SqlaJobsError,
@@ -21,26 +19,7 @@ from sqla_jobs.models import Tables
 from sqla_jobs.schema import require_schema, require_tables
 from sqla_jobs.store.door import Lane, brief
 
-__all__ = ["check_options", "connect_only", "import_tasks", "reach_database"]
-
-_SHORTEST_LEASE = timedelta(seconds=2)
-
-
-def check_options(concurrency: int, **durations: timedelta) -> None:
-    """Raise `ConfigurationError` for a value that cannot work."""
-    for name, value in durations.items():
-        if not isinstance(value, timedelta):
-            raise ConfigurationError(f"{name} must be a timedelta, got {value!r}")
-    lease, poll_interval = durations["lease"], durations["poll_interval"]
-    drain_timeout = durations["drain_timeout"]
-    if concurrency < 1:
-        raise ConfigurationError(f"concurrency must be at least 1, got {concurrency}")
-    if lease < _SHORTEST_LEASE:
-        raise ConfigurationError(f"lease must be at least {_SHORTEST_LEASE.seconds} s, got {lease}")
-    if poll_interval <= timedelta(0):
-        raise ConfigurationError(f"poll_interval must be longer than 0, got {poll_interval}")
-    if drain_timeout < timedelta(0):
-        raise ConfigurationError(f"drain_timeout must not be negative, got {drain_timeout}")
+__all__ = ["connect_only", "import_tasks", "reach_database"]
 
 
 def import_tasks(modules: Iterable[str]) -> None:
