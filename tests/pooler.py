@@ -95,7 +95,7 @@ class Pooler:
 
     def start(self) -> None:
         """Start it, and return when it accepts connections."""
-        self._process = subprocess.Popen(  # noqa: S603 - Debian's program
+        self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -185,7 +185,7 @@ class Wakeups:
 
     async def _prove(self, ear: "_Ear") -> None:
         """Return when a message has arrived; raise `_Deaf` when one was sent and has not."""
-        pause = _Pause(0.5, 10.0)
+        pause = _Pause(0.05, 10.0)
         while not (arrived := await self._probe(ear, _FIRST_ANSWER_LIMIT)):
             if arrived is not None:
                 raise _Deaf
