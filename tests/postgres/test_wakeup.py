@@ -14,7 +14,7 @@ import pytest
 import shop
 from proxy import Proxy
 from shop import Job
-from sqlalchemy import URL, Connection, Engine, create_engine, make_url, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import Session
@@ -180,6 +180,27 @@ async def test_a_listener_is_not_believed_before_a_message_has_arrived(
     await lane.close()
 
 
+async def test_b60_what_is_committed_when_the_look_begins_is_heard(listens_on: Any, engine: Engine) -> None:
+    """First LISTEN, then look: a job committed in between is found twice, and never not at all."""
+    lane = lane_on(engine, "probes")
+    listener = Listener(listens_on, probe=lambda verb: lane.run(verb, deadline=PATIENCE))
+    looked: list[bool] = []
+    heard: list[str | None] = []
+
+    def look(alive: bool) -> None:
+        looked.append(alive)
+        if looked == [True]:
+            put(engine, shop.note, 1)
+
+    listener.wakeups._alive = look
+    listener.wakeups._woken = lambda queue, due_in: heard.append(queue)
+    async with running(listener):
+        await until(lambda: bool(heard))
+
+    assert heard == ["default"]
+    await lane.close()
+
+
 @pytest.mark.usefixtures("_probes_often")
 async def test_a_probe_that_cannot_be_sent_says_nothing_about_the_listener(
     listens_on: Any, engine: Engine
@@ -242,10 +263,14 @@ async def test_a_listener_that_falls_silent_is_replaced(
         if sent.count(sent[0]) < 3 or sent[-1] != sent[0]:
             await lane.run(verb, deadline=PATIENCE)
 
+    pool = getattr(listens_on, "sync_engine", listens_on)
+    connections: list[object] = []
+    event.listen(pool, "connect", lambda connection, _: connections.append(connection))
     listener = Listener(listens_on, probe=probe)
     async with running(listener):
         await until(lambda: len(listener.named("listen.connected")) == 2)
 
+    assert len(connections) == 2
     [lost] = listener.named("listen.lost")
     assert "did not arrive within 0.5 s" in str(lost.fields["error"])
     assert listener.alive[:3] == [True, False, True]

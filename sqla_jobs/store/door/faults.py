@@ -55,7 +55,7 @@ def is_lost(error: BaseException) -> bool:
 
 def is_refused(error: BaseException) -> bool:
     """Of an error while connecting: whether it is the network's or the server's, so that it may pass."""
-    return isinstance(error, (DBAPIError, OSError)) or sqlstate_of(error) is not None
+    return isinstance(error, (DBAPIError, OSError))
 
 
 def brief(error: BaseException) -> str:
