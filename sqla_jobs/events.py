@@ -13,7 +13,9 @@ __all__ = ["EVENTS", "Event", "Events", "Listener"]
 
 #: Every event there is: name -> its fields.
 EVENTS: Mapping[str, tuple[str, ...]] = {
-    "worker.started": ("worker", "queues", "concurrency", "kinds"),
+    "worker.started": ("worker", "queues", "concurrency", "kinds", "retention"),
+    "queue.without_task": ("queue",),
+    "pool.small": ("engine", "connections", "wanted"),
     "worker.quiet": ("worker", "quiet"),
     "worker.recycling": ("worker", "reason"),
     "worker.draining": ("worker", "open", "seconds"),

@@ -5,9 +5,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 __all__ = ["COMMANDS", "Command", "main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong; `--help` shows the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 class _Module(Protocol):
@@ -50,12 +57,10 @@ def _run(words: list[str]) -> int:
     chosen = {command.name: command for command in COMMANDS}.get(words[0]) if words else None
     if chosen is not None:
         module = chosen.load()
-        parser = argparse.ArgumentParser(prog=f"sqla-jobs {chosen.name}", description=chosen.help)
+        parser = _Parser(prog=f"sqla-jobs {chosen.name}", description=chosen.help)
         module.add_options(parser)
         return module.run(parser.parse_args(words[1:]))
-    overview = argparse.ArgumentParser(
-        prog="sqla-jobs", description="Background jobs for SQLAlchemy applications."
-    )
+    overview = _Parser(prog="sqla-jobs", description="Background jobs for SQLAlchemy applications.")
     commands = overview.add_subparsers(metavar="COMMAND", title="commands")
     for command in COMMANDS:
         commands.add_parser(command.name, help=command.help, add_help=False)

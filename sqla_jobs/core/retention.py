@@ -47,3 +47,7 @@ class Retention:
     def keeps_cancelled(self) -> bool:
         """Whether a cancelled job is archived at all."""
         return self.cancelled != timedelta(0)
+
+    def __str__(self) -> str:
+        shown = ("for ever" if age is None else str(age) for age in (self.done, self.cancelled, self.failed))
+        return "done {}, cancelled {}, failed {}".format(*shown)

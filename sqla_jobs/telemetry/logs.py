@@ -27,6 +27,8 @@ _LEVELS = {
     "worker.draining": logging.INFO,
     "worker.stopped": logging.INFO,
     "worker.recycling": logging.WARNING,
+    "queue.without_task": logging.WARNING,
+    "pool.small": logging.WARNING,
     "process.ended": logging.WARNING,
     "job.unknown_kind": logging.WARNING,
     "job.time_limit": logging.WARNING,

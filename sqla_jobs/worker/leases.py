@@ -163,11 +163,9 @@ class LeaseKeeper:
 
     def _pause(self) -> float:
         with self._lock:
-            pause = self._book.pause(time.monotonic())
-            if len(self._book):
-                pause = min(pause, self._look_every)
-        # never busy: a row that is held or a server that is down is asked again after a moment
-        return max(pause, self._lease.total_seconds() / 30)
+            # never busy: a row that is held or a server that is down is asked again after a moment
+            pause = max(self._book.pause(time.monotonic()), self._lease.total_seconds() / 30)
+            return min(pause, self._look_every) if len(self._book) else pause
 
     def _due(self) -> list[list[Lease]]:
         with self._lock:

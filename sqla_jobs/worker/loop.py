@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from uuid import uuid4
 
+import anyio
 from sqlalchemy import URL, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -31,7 +32,7 @@ from sqla_jobs.worker.maintenance import Maintenance
 from sqla_jobs.worker.recycling import watch
 from sqla_jobs.worker.run import Run
 from sqla_jobs.worker.settings import Mode, Settings, queue_names
-from sqla_jobs.worker.startup import connect_only, import_tasks, reach_database
+from sqla_jobs.worker.startup import capacity, connect_only, import_tasks, reach_database
 from sqla_jobs.worker.wakeup import Wakeups
 
 __all__ = ["Worker"]
@@ -147,7 +148,10 @@ class Worker:
                 self._loop.call_soon_threadsafe(callback)
 
     async def run(self) -> int:
-        """Work until stopped (or drained); the exit code."""
+        """Work until stopped (or drained); the exit code.
+
+        Cancelling it is the same as `stop`: it drains, and is cancelled then.
+        """
         self._begin()
         try:
             await self._reach_database()
@@ -243,7 +247,11 @@ class Worker:
             queues=self.queues,
             concurrency=self.concurrency,
             kinds=sorted(self.jobs.tasks),
+            retention=str(self.jobs.retention),
         )
+        for queue in set(self.queues) - {task.options.queue for task in self.jobs.tasks.values()}:
+            self.events.emit("queue.without_task", queue=queue)  # a typo, perhaps
+        self._remark_small_pools()
         self._custody.keeper.start()
         with suppress(Exception):  # connect now: later the pool may be full of handlers' sessions
             await self._settle_lane.run(connect_only, deadline=self._settings.deadline)
@@ -255,7 +263,32 @@ class Worker:
             self._start("recycling", self._watch),
         }
         wakeups = self._start("wake-ups", self._wakeups().listen)
-        await self._stopping.wait()
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            await self._stopping.wait()
+        except asyncio.CancelledError as error:
+            cancelled = error  # whoever runs us in a task of theirs: the same as a stop
+            self.stop()
+        ending = asyncio.ensure_future(self._end(claims, settles, others, wakeups))
+        with anyio.CancelScope(shield=True):  # a scope of anyio's would cancel every wait of the drain
+            while not ending.done():
+                try:
+                    await asyncio.wait({ending})
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    self.stop()
+        code = ending.result()
+        if cancelled is not None:
+            raise cancelled
+        return code
+
+    async def _end(
+        self,
+        claims: asyncio.Task[None],
+        settles: asyncio.Task[None],
+        others: set[asyncio.Task[None]],
+        wakeups: asyncio.Task[None],
+    ) -> int:
         wakeups.cancel()  # now: a connect under way takes its time to end
         code = await self._drain(claims)
         self._custody.settler.close()
@@ -265,6 +298,19 @@ class Worker:
         await self._custody.gone()
         self.events.emit("worker.stopped", worker=self.id, exit_code=code)
         return code
+
+    def _remark_small_pools(self) -> None:
+        """A pool with less room than attempts have sessions: they will wait for each other."""
+        tasks = [task for task in self.jobs.tasks.values() if task.takes_context or task.takes_entities]
+        for engine, name, wanted, is_async in (
+            (self._engines.sync, "engine", min(self._settings.threads, self.concurrency), False),
+            (self._engines.asynchronous, "async_engine", self.concurrency, True),
+        ):
+            if engine is None or not any(task.is_async is is_async for task in tasks):
+                continue
+            room = capacity(engine)
+            if room is not None and room < wanted:
+                self.events.emit("pool.small", engine=name, connections=room, wanted=wanted)
 
     def _start(self, name: str, loop: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         return asyncio.create_task(self._forever(name, loop), name=f"sqla_jobs {name}")

@@ -139,7 +139,10 @@ class Runner:
             arguments = self._decoded(run, open_session)
             if session is not None:
                 end_read(session)
-            outcome: Outcome = self._returned(run, self._call(run, open_session, arguments))
+            call = self._surrounded if self._around else _call
+            result = call(run.task, self._context(run, open_session), arguments)
+            _refuse_awaitable(result)
+            outcome: Outcome = self._returned(run, result)
             if session is not None:
                 _require_lease(run)
                 committed = settle_through(session, self._tables, self._entry(run, outcome), self._retention)
@@ -180,10 +183,10 @@ class Runner:
                 arguments = self._decoded(run, _no_session)
             # a context of its own: the consumer's task is reused, and would hand one job's context
             # variables to the next
-            value = await in_context(
-                self._call_async(run, open_session, arguments), contextvars.copy_context()
-            )
-            outcome: Outcome = self._returned(run, value)
+            call = self._surrounded_in_loop if self._around else _call
+            coroutine = call(run.task, self._context(run, open_session), arguments)
+            result = await in_context(coroutine, contextvars.copy_context())
+            outcome: Outcome = self._returned(run, result)
             if session is not None:
                 _require_lease(run)
                 committed = await _to_its_end(
@@ -223,26 +226,35 @@ class Runner:
         if run.timeout is not None and self._limits is not None:
             self._limits.started(run, run.timeout)
 
-    def _call(self, run: Run, open_session: Callable[[], Any], arguments: dict[str, object]) -> Any:
-        """A plain function, inside the middlewares, in this thread."""
-        context = _context(run, open_session)
+    def _context(self, run: Run, open_session: Callable[[], Any]) -> JobContext[Any] | None:
+        """For the handler or a middleware; None when nobody wants one."""
+        if not run.task.takes_context and not self._around:
+            return None
+        job = run.job
+        return JobContext(
+            id=job.lease.id,
+            queue=job.lease.queue,
+            kind=job.kind,
+            attempt=job.attempt,
+            max_attempts=job.max_attempts,
+            open_session=open_session,
+            state=run,
+        )
+
+    def _surrounded(self, task: Task[Any], context: Any, arguments: dict[str, object]) -> Any:
+        """A plain function inside the middlewares, in this thread."""
         with ExitStack() as stack:
             for factory in self._around:
                 stack.enter_context(_plain_manager(factory, context))
-            result = _apply(run.task, context, arguments)
-            _refuse_awaitable(result)
-            return result
+            return _call(task, context, arguments)
         # here when a middleware has swallowed what the handler raised: it counts as a return
 
-    async def _call_async(
-        self, run: Run, open_session: Callable[[], Any], arguments: dict[str, object]
-    ) -> Any:
-        """A coroutine function, inside the middlewares, in the context that steps this."""
-        context = _context(run, open_session)
+    async def _surrounded_in_loop(self, task: Task[Any], context: Any, arguments: dict[str, object]) -> Any:
+        """A coroutine function inside the middlewares, in the context that steps this."""
         with ExitStack() as stack:
             for factory in self._around:
                 stack.enter_context(_plain_manager(factory, context))
-            return await _apply(run.task, context, arguments)
+            return await _call(task, context, arguments)
 
     def _returned(self, run: Run, value: object) -> Outcome:
         """A result that cannot be stored is left out: the work is done, and must not be done again."""
@@ -331,20 +343,8 @@ class Runner:
         return retry.wait(run.job.attempt, spread=self._spread())
 
 
-def _context(run: Run, open_session: Callable[[], Any]) -> JobContext[Any]:
-    job = run.job
-    return JobContext(
-        id=job.lease.id,
-        queue=job.lease.queue,
-        kind=job.kind,
-        attempt=job.attempt,
-        max_attempts=job.max_attempts,
-        open_session=open_session,
-        state=run,
-    )
-
-
-def _apply(task: Task[Any], context: JobContext[Any], arguments: dict[str, object]) -> Any:
+def _call(task: Task[Any], context: JobContext[Any] | None, arguments: dict[str, object]) -> Any:
+    """The handler's function; of a coroutine function, its coroutine."""
     return task.function(context, **arguments) if task.takes_context else task.function(**arguments)
 
 

@@ -10,7 +10,7 @@ functions run directly, or in the greenlet of an AsyncSession.
 import time
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Transaction, text
+from sqlalchemy import Connection, Engine, NestedTransaction, Transaction, text
 from sqlalchemy.orm import Session
 
 from sqla_jobs.core.retention import Retention
@@ -66,7 +66,8 @@ class HandlerSession(Session):
             )
 
     def _is_in(self, outer: Connection) -> bool:
-        return self._begun in (outer.get_transaction(), outer.get_nested_transaction())
+        begun = self._begun
+        return outer.get_transaction() is begun or (isinstance(begun, NestedTransaction) and begun.is_active)
 
     def finish(self) -> None:
         """No use after the handler's end: nobody would ever commit it."""

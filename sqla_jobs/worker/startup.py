@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from functools import partial
 from importlib import import_module
 
-from sqlalchemy import Connection
+from sqlalchemy import AssertionPool, Connection, Engine, QueuePool, StaticPool
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from sqla_jobs.errors import (
     AppError,
@@ -19,7 +20,7 @@ from sqla_jobs.models import Tables
 from sqla_jobs.schema import require_schema, require_tables
 from sqla_jobs.store.door import Lane, brief
 
-__all__ = ["connect_only", "import_tasks", "reach_database"]
+__all__ = ["capacity", "connect_only", "import_tasks", "reach_database"]
 
 
 def import_tasks(modules: Iterable[str]) -> None:
@@ -65,3 +66,12 @@ def _check_schema(tables: Tables, connection: Connection) -> None:
 
 def connect_only(connection: Connection) -> None:
     """A verb that wants nothing but the connection."""
+
+
+def capacity(engine: Engine | AsyncEngine) -> int | None:
+    """How many connections the engine's pool gives out at once; None for as many as are asked for."""
+    pool = engine.pool
+    if isinstance(pool, QueuePool):
+        size, overflow = pool.size(), pool._max_overflow
+        return None if size == 0 or overflow < 0 else size + overflow
+    return 1 if isinstance(pool, (StaticPool, AssertionPool)) else None

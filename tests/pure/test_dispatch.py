@@ -25,7 +25,13 @@ class Driver:
     """A dispatcher and its clock, for tests that tell a story step by step."""
 
     def __init__(
-        self, *queues: str, concurrency: int = 10, poll: float = 5.0, claim_limit: int = 500
+        self,
+        *queues: str,
+        concurrency: int = 10,
+        poll: float = 5.0,
+        claim_limit: int = 500,
+        once: bool = False,
+        budget: int | None = None,
     ) -> None:
         self.now = 1000.0
         self.dispatcher = Dispatcher(
@@ -34,6 +40,8 @@ class Driver:
             poll=poll,
             now=self.now,
             claim_limit=claim_limit,
+            once=once,
+            budget=budget,
         )
 
     def next(self) -> Claim | Wait:
@@ -787,6 +795,78 @@ def test_a_claim_ahead_that_found_nothing_is_not_drained() -> None:
 
 
 # -- a thousand worlds
+
+
+# -- an end of its own
+
+
+def test_once_claims_every_queue_once_whatever_it_is_told_later() -> None:
+    driver = Driver("a", "b", "c", once=True)
+
+    claimed = [driver.take(1).queue for _ in "abc"]
+    driver.wake("a")
+    driver.wake(None)
+    driver.listen()
+    driver.now += 100
+    driver.listen(alive=False)
+    driver.now += 100
+
+    assert sorted(claimed) == ["a", "b", "c"]
+    assert driver.wait() is None
+    assert not driver.dispatcher.drained
+    driver.finish(3)
+    assert driver.dispatcher.drained
+
+
+def test_once_tries_a_failed_claim_again() -> None:
+    driver = Driver("a", once=True)
+
+    driver.dispatcher.claim_failed(driver.claim(), retry_at=driver.now + 1)
+    driver.now += 1
+
+    assert driver.claim().queue == "a"
+
+
+def test_a_queue_that_found_no_slot_still_has_its_one_claim() -> None:
+    driver = Driver("a", "b", concurrency=2, once=True)
+
+    first = driver.take(2)
+    waits = driver.wait()
+    driver.finish(1)
+    second = driver.claim()
+
+    assert waits is None
+    assert {first.queue, second.queue} == {"a", "b"}
+    assert second.limit == 1
+
+
+def test_no_more_jobs_are_claimed_than_the_budget_and_then_nothing() -> None:
+    driver = Driver(concurrency=10, budget=13)
+
+    first = driver.take(10)
+    driver.finish(10)
+    second = driver.take(3)
+    driver.now += 100
+
+    assert (first.limit, second.limit) == (10, 3)
+    assert driver.wait() is None
+    assert not driver.dispatcher.spent
+    driver.finish(3)
+    assert driver.dispatcher.spent
+
+
+def test_claiming_ahead_stays_within_the_budget() -> None:
+    driver = Driver(concurrency=10, budget=1000)
+    total = 0
+
+    for _ in range(400):
+        while isinstance(step := driver.next(), Claim):
+            driver.answer(step, step.limit)
+            total += step.limit
+        driver.now += 0.005
+        driver.finish(min(20, driver.dispatcher.open))
+
+    assert total == 1000
 
 
 class Violation(AssertionError):

@@ -11,7 +11,17 @@ from sqla_jobs.errors import AppError, ConfigurationError
 from sqla_jobs.events import Events
 from sqla_jobs.tasks import Jobs
 from sqla_jobs.worker.engines import database_url
-from sqla_jobs.worker.options import OPTIONS, Parser, add_options, duration, load_app, make_worker, resolved
+from sqla_jobs.worker.options import (
+    OPTIONS,
+    Parser,
+    add_options,
+    as_given,
+    duration,
+    load_app,
+    make_worker,
+    memory,
+    resolved,
+)
 
 
 def options(*arguments: str, **environment: str) -> dict[str, object]:
@@ -43,6 +53,11 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "listen_database_url": None,
         "queue": None,
         "concurrency": 10,
+        "threads": None,
+        "processes": 1,
+        "max_jobs": None,
+        "max_runtime": None,
+        "max_memory": None,
         "lease": timedelta(seconds=60),
         "poll_interval": timedelta(seconds=5),
         "drain_timeout": timedelta(seconds=25),
@@ -88,13 +103,44 @@ def test_a_flag_wins_over_our_variable_and_ours_over_that_of_others() -> None:
     [
         ("SQLA_JOBS_CONCURRENCY", "0", "SQLA_JOBS_CONCURRENCY: '0' is not a whole number of 1 or more"),
         ("WORKER_CONCURRENCY", "ten", "WORKER_CONCURRENCY: 'ten' is not"),
-        ("SQLA_JOBS_MODE", "once", "SQLA_JOBS_MODE must be one of continuous, drain, got 'once'"),
+        ("SQLA_JOBS_MODE", "ever", "SQLA_JOBS_MODE must be one of continuous, drain, once, got 'ever'"),
         ("SQLA_JOBS_LEASE", "soon", "SQLA_JOBS_LEASE: 'soon' is not a duration"),
     ],
 )
 def test_a_variable_that_does_not_fit_is_refused_by_its_name(variable: str, value: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         options(**{variable: value})
+
+
+def test_a_child_process_is_given_what_its_supervisor_was_given() -> None:
+    given = [
+        *("--app", "app.tasks:jobs", "-q", "with space", "-q", "b", "-c", "7", "--threads=3", "--no-listen"),
+        *("--lease", "1.5m", "--poll-interval", "300ms", "--mode", "drain", "--max-jobs", "9", "--name=-odd"),
+        *("--max-memory", "512M", "--max-runtime", "2h", "--log-level", "debug", "--processes", "2"),
+        *("--database-url", "postgresql://u:p%3D@h/d"),
+    ]
+    parser = Parser(prog="worker")
+    add_options(parser)
+    arguments = parser.parse_args(given)
+
+    again = parser.parse_args(as_given(arguments))
+
+    assert vars(again) == vars(arguments)
+    assert "--max-memory=536870912" in as_given(arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1048576", 2**20), ("512M", 2**29), ("2G", 2**31), ("1.5GiB", 3 * 2**29), ("64 kb", 2**16)],
+)
+def test_an_amount_of_memory_is_bytes_or_has_a_unit(text: str, size: int) -> None:
+    assert memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "much", "-5M", "5T", "0.1"])
+def test_what_is_no_amount_of_memory_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="write 512M or 2G"):
+        memory(text)
 
 
 def test_every_option_names_its_variable_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,3 +54,7 @@ def test_a_value_that_cannot_work_is_named_at_construction(name: str, value: Any
         build(**{name: value})
 
     assert str(caught.value) == message.format(name=name)
+
+
+def test_it_says_what_it_keeps() -> None:
+    assert str(Retention(failed=None)) == "done 7 days, 0:00:00, cancelled 7 days, 0:00:00, failed for ever"
