@@ -37,6 +37,7 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "listen.connected": ("channel",),
     "listen.lost": ("error", "retry_in"),
     "listen.unavailable": ("reason",),
+    "pooler.detected": ("advice",),
     "database.error": ("operation", "error", "retry_in"),
     "archive.refused": ("job", "queue", "kind", "error"),
     "result.refused": ("job", "queue", "kind", "error"),

@@ -17,7 +17,9 @@ class WorkerProcess:
     def __init__(self, url: str, log: Path, *options: str, app: str, folder: Path) -> None:
         self.log = log
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
-        environment |= {"DATABASE_URL": url, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "error"}
+        # what leads this process to the code under test leads that one too
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment |= {"DATABASE_URL": url, "PYTHONPATH": path, "PYTHONWARNINGS": "error"}
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "sqla_jobs.worker", "--app", app, *options],

@@ -80,6 +80,8 @@ def _records(event: Event) -> Iterable[Record]:
         case "job.expired":
             expired: Any = fields["jobs"]
             yield from ((logging.INFO, "job.expired", {"job": job}) for job in expired)
+        case "pooler.detected":
+            yield logging.WARNING if fields["advice"] else logging.INFO, "pooler.detected", fields
         case name:
             yield _LEVELS.get(name, logging.INFO), name, fields
 

@@ -69,6 +69,7 @@ class Worker:
         engine: Engine | None = None,
         async_engine: AsyncEngine | None = None,
         url: str | URL | None = None,
+        listen_url: str | URL | None = None,
         queues: Iterable[str] | None = None,
         concurrency: int = 10,
         threads: int | None = None,
@@ -112,7 +113,11 @@ class Worker:
         # unique per process start: a restart that gets the same pid must not own its ancestor's leases
         self.id = f"{name or socket.gethostname()}:{os.getpid()}:{uuid4().hex[:12]}"
         self._engines = Engines.choose(
-            engine=engine, async_engine=async_engine, url=url, concurrency=concurrency
+            engine=engine,
+            async_engine=async_engine,
+            url=url,
+            listen_url=listen_url,
+            concurrency=concurrency,
         )
         self._engines.check(jobs.tasks.values())
         self._listens = listen
@@ -186,7 +191,9 @@ class Worker:
         settings = self._settings
         engine = self._engines.asynchronous or self._engines.sync
         assert engine is not None
-        self._claim_lane: Lane = lane_on(engine, "claims")
+        self._claim_lane: Lane = lane_on(
+            engine, "claims", pooled=partial(self._engines.pooler_found, self.events)
+        )
         self._settle_lane: Lane = lane_on(engine, "settles")
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -255,7 +262,7 @@ class Worker:
             self._start("remarks", partial(self._custody.remark, self._stopping)),
             self._start("recycling", self._watch),
         }
-        wakeups = self._start("wake-ups", self._wakeups().listen) if self._listens else None
+        wakeups = self._start("wake-ups", self._wakeups().listen)
         cancelled: asyncio.CancelledError | None = None
         try:
             await self._stopping.wait()
@@ -280,15 +287,14 @@ class Worker:
         claims: asyncio.Task[None],
         settles: asyncio.Task[None],
         others: set[asyncio.Task[None]],
-        wakeups: asyncio.Task[None] | None,
+        wakeups: asyncio.Task[None],
     ) -> int:
+        wakeups.cancel()  # now: a connect under way takes its time to end
         code = await self._drain(claims)
         self._custody.settler.close()
         # every statement has a deadline, but a server that is frozen may take one after the other to it
         await asyncio.wait({settles, *others}, timeout=self._settings.deadline + 2)
-        if wakeups is not None:
-            wakeups.cancel()  # not a lane: it holds nothing
-            await asyncio.wait({wakeups})
+        await asyncio.wait({wakeups})
         await self._custody.gone()
         self.events.emit("worker.stopped", worker=self.id, exit_code=code)
         return code
@@ -322,9 +328,16 @@ class Worker:
             pause = min(pause * 2, 10.0)
 
     def _wakeups(self) -> Wakeups:
-        engine = self._engines.asynchronous or self._engines.sync
-        assert engine is not None
-        return Wakeups(self._tables, engine, woken=self._woken, alive=self._alive, events=self.events)
+        return Wakeups(
+            self._tables,
+            self._engines.for_listen if self._listens else None,
+            own_url=self._engines.listening is not None,
+            poll=self._settings.poll,
+            on_lane=self._claims.on_lane,
+            woken=self._woken,
+            alive=self._alive,
+            events=self.events,
+        )
 
     # -- facts, in the loop
 

@@ -90,6 +90,13 @@ OPTIONS: tuple[_Option, ...] = (
         metavar="URL",
     ),
     _Option(
+        ("--listen-database-url",),
+        str,
+        None,
+        "a direct way to the same database, for LISTEN alone, when the other one leads through a pooler",
+        metavar="URL",
+    ),
+    _Option(
         ("-q", "--queue"),
         str,
         None,
@@ -327,6 +334,7 @@ def make_worker(options: Mapping[str, Any], *, events: Events) -> tuple[Worker, 
     worker = Worker(
         jobs,
         url=url,
+        listen_url=options["listen_database_url"],
         queues=options["queue"],
         concurrency=options["concurrency"],
         threads=options["threads"],

@@ -1,17 +1,20 @@
-"""Hear that jobs have become claimable: LISTEN on a connection of its own.
+"""Hear that jobs have become claimable: LISTEN on a connection of its own, and never take its word for it.
 
-The connection comes from the user's engine and is detached from its pool. The socket is watched by the
-event loop and libpq is asked without waiting, so one piece of code serves sync and async engines. A
-wake-up is a hint: what is missed while the connection is down is found by the poll, and looked for when
-it is up again.
+Whether messages arrive is tried: one to a private channel, sent over another connection, so that a pooler
+in transaction mode or a half-open socket is found out. Only then is the jobs' channel listened to, and only
+what was proven counts as alive. The socket is watched by the event loop and libpq is asked without waiting,
+so one piece of code serves sync and async engines. A wake-up is a hint: what is missed while the connection
+is down is found by the poll, and looked for when it is up again.
 """
 
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, Self
+from uuid import uuid4
 
 import psycopg
 from sqlalchemy import Connection, Engine, text
@@ -20,11 +23,26 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqla_jobs.events import Events
 from sqla_jobs.models import Tables
 from sqla_jobs.schema import channel_of
-from sqla_jobs.store.door import brief, finish
+from sqla_jobs.store.door import Lane, brief, driver_of, lane_on
 
 __all__ = ["Wakeups", "parse"]
 
 Woken = Callable[[str | None, float], None]  # queue (None: any), claimable in so many seconds
+OnLane = Callable[[Callable[[Connection], Any]], Awaitable[Any]]
+
+#: Seconds to connect, and to LISTEN.
+_CONNECT_LIMIT = 5.0
+#: Seconds between two probes, scattered; a message heard meanwhile is as good.
+_PROBE_EVERY = (20.0, 30.0)
+#: Seconds for a probe to arrive: the first on a connection, and later ones.
+_FIRST_ANSWER_LIMIT, _ANSWER_LIMIT = 3.0, 5.0
+#: Seconds before the next try after a loss, and after a connection turned out deaf: first and longest.
+_AFTER_LOSS, _WHILE_DEAF = (0.1, 30.0), (15.0, 300.0)
+
+_WAY_OUT = "give --listen-database-url, a direct one"
+
+_PROBE = text("SELECT pg_notify(:channel, '')")
+_CLOCK = text("SELECT extract(epoch FROM clock_timestamp())::float8")
 
 
 def parse(payload: str) -> tuple[str | None, float | None]:
@@ -42,110 +60,233 @@ def parse(payload: str) -> tuple[str | None, float | None]:
     return None, None
 
 
+class _Deaf(Exception):
+    """A new connection on which nothing arrives."""
+
+
+class _Silent(Exception):
+    """A connection that was alive, and on which nothing arrives any more."""
+
+
 class Wakeups:
-    """LISTEN, and again after every loss. `woken` and `alive` are called in the loop."""
+    """LISTEN, and again after every loss. `woken` and `alive` are called in the loop.
+
+    `engine` None: never listen, and say so. `own_url`: it is not the one that everything else uses.
+    `on_lane` runs a verb over another connection: the probes. `poll`: what is left to those who hear nothing.
+    """
 
     def __init__(
         self,
         tables: Tables,
-        engine: Engine | AsyncEngine,
+        engine: Engine | AsyncEngine | None,
         *,
+        own_url: bool,
+        poll: float,
+        on_lane: OnLane,
         woken: Woken,
         alive: Callable[[bool], None],
         events: Events,
     ) -> None:
         self._tables = tables
         self._engine = engine
+        self._own_url = own_url
+        self._poll = poll
+        self._on_lane = on_lane
         self._woken = woken
         self._alive = alive
         self._events = events
         self._ahead = 0.0
-        self._connection: Any = None
-        self._driver: Any = None
+        self._said_deaf = False
 
     async def listen(self) -> None:
-        """Run until cancelled."""
-        pause = 0.1
-        while True:
-            try:
-                pgconn, channel = await self._connect()
-                if pgconn is None:
-                    self._events.emit("listen.unavailable", reason="the engine's driver is not psycopg")
+        """Run until cancelled, or until it is known that nothing will ever be heard."""
+        if self._engine is None:
+            self._unavailable("switched off")
+            return
+        lane = lane_on(self._engine, "listen")
+        self._after_loss, self._while_deaf = _Pause(*_AFTER_LOSS), _Pause(*_WHILE_DEAF)
+        try:
+            while True:
+                try:
+                    await self._one_connection(lane)
                     return
-                self._events.emit("listen.connected", channel=channel)
-                self._alive(True)
-                pause = 0.1
-                await self._hear(pgconn)
-            except Exception as error:
-                self._alive(False)
-                wait = pause * (0.5 + random.random())
-                self._events.emit("listen.lost", error=brief(error), retry_in=wait)
-                await asyncio.sleep(wait)
-                pause = min(pause * 2, 30.0)
-            finally:
-                await self._close()
+                except _Deaf:
+                    await self._gave_up(lane, None, self._while_deaf.next())
+                except Exception as error:
+                    await self._gave_up(lane, error, self._after_loss.next())
+        finally:
+            await lane.close()
 
-    async def _connect(self) -> tuple[Any, str]:
-        if isinstance(self._engine, AsyncEngine):
-            self._connection = await self._engine.connect()
-            await self._connection.execution_options(isolation_level="AUTOCOMMIT")
-            raw = await self._connection.get_raw_connection()
-            self._driver = raw.driver_connection
-            channel = await self._connection.run_sync(self._subscribe)
-        else:
-            channel = await asyncio.to_thread(self._connect_sync, self._engine)
-        return _pgconn(self._driver), channel
+    async def _one_connection(self, lane: Lane) -> None:
+        """Connect, prove, hear. Returns when the driver cannot do it at all, else raises why it is over."""
+        driver, private = await lane.run(self._prepare, deadline=_CONNECT_LIMIT)
+        if private is None:
+            self._unavailable("the engine's driver is not psycopg", _WAY_OUT)
+            return
+        try:
+            with _Ear(driver.pgconn, private, self._message) as ear:
+                await self._prove(ear)
+        except _Deaf:
+            with suppress(Exception):  # the server's side of it stays with the pooler, for others to find
+                await lane.run(partial(_unlisten, channel=private), deadline=_CONNECT_LIMIT)
+            raise
+        channel = await lane.run(self._subscribe, deadline=_CONNECT_LIMIT)
+        with _Ear(driver.pgconn, private, self._message) as ear:
+            self._after_loss, self._while_deaf = _Pause(*_AFTER_LOSS), _Pause(*_WHILE_DEAF)
+            self._said_deaf = False
+            self._events.emit("listen.connected", channel=channel)
+            self._alive(True)  # after LISTEN: what was committed before it is looked for now
+            await self._hear(ear)
 
-    def _connect_sync(self, engine: Engine) -> str:
-        self._connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        self._driver = self._connection.connection.driver_connection
-        return self._subscribe(self._connection)
+    async def _gave_up(self, lane: Lane, error: Exception | None, wait: float) -> None:
+        self._alive(False)
+        await lane.drop()
+        if error is not None:
+            self._events.emit("listen.lost", error=brief(error), retry_in=wait)
+        elif not self._said_deaf:
+            self._said_deaf = True
+            if self._own_url:
+                self._unavailable(
+                    "notifications do not arrive", "does the listen URL name the same database?"
+                )
+            else:
+                self._unavailable("notifications do not arrive (a pooler in transaction mode?)", _WAY_OUT)
+        await asyncio.sleep(wait)
+
+    def _unavailable(self, why: str, way_out: str = "") -> None:
+        reason = f"{why}: polling every {self._poll:g} s"
+        self._events.emit("listen.unavailable", reason=f"{reason}; {way_out}" if way_out else reason)
+
+    # -- verbs of the LISTEN connection
+
+    def _prepare(self, connection: Connection) -> tuple[Any, str | None]:
+        """The driver's connection, and the private channel that it listens to now."""
+        driver = driver_of(connection)
+        if not isinstance(driver, (psycopg.Connection, psycopg.AsyncConnection)):
+            return driver, None
+        # a new name for every connection: an answer to an older one proves nothing
+        private = f"{channel_of(connection, self._tables.jobs)}_{uuid4().hex[:12]}"
+        _listen(connection, private)
+        return driver, private
 
     def _subscribe(self, connection: Connection) -> str:
-        connection.detach()
         channel = channel_of(connection, self._tables.jobs)
-        # LISTEN takes no parameter; the name is letters, an underscore and an oid, all ours
-        connection.execute(text(f"LISTEN {channel}"))
+        _listen(connection, channel)
         # run_at is the database's time; the clock of this machine may say something else
-        epoch = connection.scalar(text("SELECT extract(epoch FROM clock_timestamp())::float8"))
+        epoch = connection.scalar(_CLOCK)
         self._ahead = float(epoch) - time.monotonic()
         return channel
 
-    async def _hear(self, pgconn: Any) -> None:
-        """Read messages until the connection breaks."""
-        loop = asyncio.get_running_loop()
-        broken: asyncio.Future[None] = loop.create_future()
+    # -- what is heard
 
-        def readable() -> None:
-            try:
-                pgconn.consume_input()
-                while (message := pgconn.notifies()) is not None:
-                    queue, run_at = parse(message.extra.decode("utf-8", "replace"))
-                    due_in = 0.0 if run_at is None else run_at - time.monotonic() - self._ahead
-                    self._woken(queue, due_in)
-            except Exception as error:
-                if not broken.done():
-                    broken.set_exception(error)
+    def _message(self, payload: str) -> None:
+        queue, run_at = parse(payload)
+        self._woken(queue, 0.0 if run_at is None else run_at - time.monotonic() - self._ahead)
 
-        readable()  # what came with the answer to LISTEN
-        loop.add_reader(pgconn.socket, readable)
+    async def _prove(self, ear: "_Ear") -> None:
+        """Return when a message has arrived; raise `_Deaf` when one was sent and has not."""
+        pause = _Pause(0.05, 10.0)
+        while not (arrived := await self._probe(ear, _FIRST_ANSWER_LIMIT)):
+            if arrived is not None:
+                raise _Deaf
+            await ear.rest(pause.next())
+
+    async def _hear(self, ear: "_Ear") -> None:
+        """Until the connection breaks, or says nothing although it should."""
+        while True:
+            heard = ear.heard
+            await ear.rest(random.uniform(*_PROBE_EVERY))
+            if ear.heard == heard and await self._probe(ear, _ANSWER_LIMIT) is False:
+                raise _Silent(f"a notification did not arrive within {_ANSWER_LIMIT:g} s")
+
+    async def _probe(self, ear: "_Ear", limit: float) -> bool | None:
+        """Whether a message arrives; None if it could not be sent, which says nothing about the ear."""
+        ear.expect()
         try:
-            await broken
-        finally:
-            loop.remove_reader(pgconn.socket)
-
-    async def _close(self) -> None:
-        connection, driver = self._connection, self._driver
-        self._connection = self._driver = None
-        if connection is None:
-            return
-        with suppress(Exception):
-            if isinstance(self._engine, AsyncEngine):
-                await connection.close()
-            else:
-                await asyncio.to_thread(connection.close)
-        finish(driver)
+            await self._on_lane(partial(_notify, channel=ear.private))
+        except Exception:
+            return None
+        return await ear.answer(limit)
 
 
-def _pgconn(driver: Any) -> Any:
-    return driver.pgconn if isinstance(driver, (psycopg.Connection, psycopg.AsyncConnection)) else None
+class _Ear:
+    """The socket of one LISTEN connection, watched by the loop while the block runs."""
+
+    def __init__(self, pgconn: Any, private: str, message: Callable[[str], None]) -> None:
+        self.private = private
+        self.heard = 0
+        self._pgconn = pgconn
+        self._message = message
+        self._loop = asyncio.get_running_loop()
+        self._broken: asyncio.Future[None] = self._loop.create_future()
+        self._answer: asyncio.Future[None] = self._loop.create_future()
+
+    def __enter__(self) -> Self:
+        self._socket = self._pgconn.socket
+        self._loop.add_reader(self._socket, self._readable)
+        self._readable()  # what came with the answer to LISTEN
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._broken.done():
+            self._broken.exception()  # retrieved
+        else:
+            self._loop.remove_reader(self._socket)
+
+    def expect(self) -> None:
+        """From now on, an answer counts."""
+        self._answer = self._loop.create_future()
+
+    async def answer(self, limit: float) -> bool:
+        """Whether what was expected arrived within `limit` seconds. Raises what broke the connection."""
+        await asyncio.wait({self._broken, self._answer}, timeout=limit, return_when="FIRST_COMPLETED")
+        if self._broken.done():
+            self._broken.result()
+        return self._answer.done()
+
+    async def rest(self, seconds: float) -> None:
+        """Let so many seconds pass. Raises what broke the connection meanwhile."""
+        await asyncio.wait({self._broken}, timeout=seconds)
+        if self._broken.done():
+            self._broken.result()
+
+    def _readable(self) -> None:
+        try:
+            self._pgconn.consume_input()
+            while (message := self._pgconn.notifies()) is not None:
+                self.heard += 1
+                if message.relname.decode() != self.private:
+                    self._message(message.extra.decode("utf-8", "replace"))
+                elif not self._answer.done():
+                    self._answer.set_result(None)
+        except Exception as error:
+            # here and not later: libpq has closed the socket, and its number may soon be another's
+            self._loop.remove_reader(self._socket)
+            if not self._broken.done():
+                self._broken.set_exception(error)
+
+
+class _Pause:
+    """Seconds to wait before the next try: doubling, scattered."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._seconds = first
+        self._longest = longest
+
+    def next(self) -> float:
+        now = self._seconds
+        self._seconds = min(now * 2, self._longest)
+        return now * (0.5 + random.random())
+
+
+def _listen(connection: Connection, channel: str) -> None:
+    # LISTEN takes no parameter; the name is letters, an underscore, an oid and hex digits, all ours
+    connection.execute(text(f"LISTEN {channel}"))
+
+
+def _unlisten(connection: Connection, channel: str) -> None:
+    connection.execute(text(f"UNLISTEN {channel}"))
+
+
+def _notify(connection: Connection, channel: str) -> None:
+    connection.execute(_PROBE, {"channel": channel})

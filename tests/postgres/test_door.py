@@ -1,11 +1,13 @@
 """The door: one held connection per lane, on either kind of engine, and what may happen to it."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -18,7 +20,8 @@ from steps import PATIENCE, ask, backend, meanwhile, put, run, until, until_bloc
 
 from sqla_jobs.embedded import EmbeddedPostgres
 from sqla_jobs.errors import ConnectionLost, DeadlineExceeded
-from sqla_jobs.store.door import Lane, SyncLane, brief, is_lost, is_retryable, lane_on
+from sqla_jobs.store.door import Lane, SyncLane, brief, driver_of, is_lost, is_retryable, lane_on
+from sqla_jobs.store.door.wire import Backend
 
 SLACK = 1.5  # seconds that an answer may come after its deadline
 
@@ -385,6 +388,209 @@ async def test_a_server_that_refuses_connections_is_a_lost_connection(kind: str,
         assert await held.run(lambda connection: ask(connection, "SELECT 1")) == 1
 
 
+# -- what a lane leaves behind
+
+
+def sessions(observer: Connection, name: str) -> int:
+    """How many backends serve clients of this name."""
+    count: int = ask(
+        observer, "SELECT count(*) FROM pg_stat_activity WHERE application_name = :name", name=name
+    )
+    return count
+
+
+async def test_the_backend_of_a_cut_statement_is_ended_by_the_next_connection(
+    kind: str, clean: Engine, clean_url: str, a: Connection
+) -> None:
+    """It waits for a lock, so it would not notice that its client has gone, and act when the lock is free."""
+    url = make_url(clean_url).update_query_dict({"application_name": f"frozen {kind}"})
+    async with opened(kind, url) as held:
+        pid = await held.run(backend)
+        with clean.connect() as keeper:
+            run(keeper, "LOCK TABLE background_jobs IN ACCESS EXCLUSIVE MODE")
+            with pytest.raises(DeadlineExceeded):
+                await held.run(put, deadline=0.3)
+            assert ask(a, "SELECT wait_event_type FROM pg_stat_activity WHERE pid = :pid", pid=pid) == "Lock"
+
+            assert await held.run(backend) != pid
+
+            gone = "SELECT count(*) FROM pg_stat_activity WHERE pid = :pid"
+            await asyncio.to_thread(until, lambda: ask(a, gone, pid=pid) == 0)
+            keeper.rollback()
+        assert ask(a, "SELECT count(*) FROM background_jobs") == 0
+
+
+async def test_a_table_that_stays_locked_for_many_deadlines_does_not_fill_the_server(
+    kind: str, clean: Engine, clean_url: str, a: Connection
+) -> None:
+    name = f"locked out {kind}"
+    url = make_url(clean_url).update_query_dict({"application_name": name})
+    most = 0
+    async with opened(kind, url) as held:
+        with clean.connect() as keeper:
+            run(keeper, "LOCK TABLE background_jobs IN ACCESS EXCLUSIVE MODE")
+            for _ in range(12):
+                with pytest.raises(DeadlineExceeded):
+                    await held.run(put, deadline=0.1)
+                most = max(most, sessions(a, name))
+            await held.run(backend)
+            await asyncio.to_thread(until, lambda: sessions(a, name) == 1)
+            keeper.rollback()
+
+    assert most <= 3  # at work, told to end, and ending
+    assert ask(a, "SELECT count(*) FROM background_jobs") == 0
+
+
+async def test_a_lane_that_closes_ends_the_statement_that_it_left_behind(
+    kind: str, clean: Engine, clean_url: str, a: Connection
+) -> None:
+    name = f"closes {kind}"
+    async with opened(kind, make_url(clean_url).update_query_dict({"application_name": name})) as held:
+        with clean.connect() as keeper:
+            run(keeper, "LOCK TABLE background_jobs IN ACCESS EXCLUSIVE MODE")
+            with pytest.raises(DeadlineExceeded):
+                await held.run(put, deadline=0.3)
+
+            await held.lane.close()
+
+            await asyncio.to_thread(until, lambda: sessions(a, name) == 0)
+            keeper.rollback()
+    assert ask(a, "SELECT count(*) FROM background_jobs") == 0
+
+
+async def test_a_later_backend_with_the_number_of_one_that_was_left_is_not_ended(
+    own_engine: Engine, a: Connection
+) -> None:
+    """A process number comes again; when it began does not."""
+    stranger = backend(a)
+    lane = SyncLane(own_engine)
+    lane.other_end.left.append(Backend(stranger, "1764535510.000001"))
+
+    lane.run(backend)
+
+    assert lane.other_end.left == []
+    assert backend(a) == stranger
+    lane.close()
+
+
+async def test_a_dropped_lane_connects_anew_and_ends_what_is_left_of_it(held: Held, a: Connection) -> None:
+    pid = await held.run(backend)
+
+    await held.lane.drop()
+
+    gone = "SELECT count(*) FROM pg_stat_activity WHERE pid = :pid"
+    await asyncio.to_thread(until, lambda: ask(a, gone, pid=pid) == 0)
+    assert await held.run(backend) != pid
+
+
+async def test_a_lane_dropped_in_a_black_hole_leaves_no_backend(
+    kind: str, proxy: Proxy, tcp_server: EmbeddedPostgres
+) -> None:
+    async with opened(kind, proxy.url) as held:
+        pid = await held.run(backend)
+        proxy.become("blackhole")
+        with within(SLACK):
+            await held.lane.drop()
+        proxy.become("pass")
+
+        await held.run(backend)
+
+        there = f"SELECT count(*) FROM pg_stat_activity WHERE pid = {pid}"
+        await asyncio.to_thread(until, lambda: tcp_server.psql(there).strip() == "0")
+
+
+async def test_whoever_may_not_look_at_others_can_still_use_a_lane(
+    kind: str, tcp_server: EmbeddedPostgres
+) -> None:
+    tcp_server.psql(
+        "DROP ROLE IF EXISTS blind; CREATE ROLE blind LOGIN; REVOKE SELECT ON pg_stat_activity FROM PUBLIC"
+    )
+    url = make_url(tcp_server.tcp_url()).set(username="blind")
+    async with opened(kind, url) as held:
+        assert await held.run(lambda connection: ask(connection, "SELECT current_user")) == "blind"
+    tcp_server.psql("GRANT SELECT ON pg_stat_activity TO PUBLIC")
+
+
+# -- servers that refuse
+
+
+@pytest.mark.parametrize("state", ["42P05", "26000"])
+async def test_a_prepared_statement_that_a_pooler_mixed_up_runs_again_on_a_new_connection_without_any(
+    held: Held, state: str
+) -> None:
+    verb, tried = raising(state, times=1)
+
+    def thresholds(connection: Connection) -> Any:
+        return driver_of(connection).prepare_threshold
+
+    before = await held.run(thresholds)
+    assert await held.run(verb) == "done"
+
+    assert len(set(tried)) == 2
+    assert (before, await held.run(thresholds)) == (5, None)
+
+
+async def test_a_server_that_has_become_read_only_is_left(kind: str, tcp_server: EmbeddedPostgres) -> None:
+    """After a failover the old primary still answers; a held connection would stay with it for ever."""
+    url = make_url(tcp_server.create_database(f"failed_over_{kind}"))
+    run_alone = partial(tcp_server.psql, database=f"failed_over_{kind}")
+    run_alone("CREATE TABLE tally (n int)")
+    run_alone(f"ALTER DATABASE failed_over_{kind} SET default_transaction_read_only = on")
+
+    def write(connection: Connection) -> None:
+        run(connection, "INSERT INTO tally VALUES (1)")
+
+    async with opened(kind, url) as held:
+        with pytest.raises(ConnectionLost, match="read-only"):
+            await held.run(write)
+
+        run_alone(
+            f"SET default_transaction_read_only = off; "
+            f"ALTER DATABASE failed_over_{kind} RESET default_transaction_read_only"
+        )
+
+        await held.run(write)
+        assert run_alone("SELECT count(*) FROM tally").strip() == "1"
+    tcp_server.drop_database(f"failed_over_{kind}")
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_a_server_that_takes_no_more_connections_is_a_lost_connection_that_comes_back(
+    kind: str, driver: str, tcp_server: EmbeddedPostgres
+) -> None:
+    if driver == "asyncpg" and kind == "thread":
+        pytest.skip("asyncpg has no threads")
+    tcp_server.psql("DROP ROLE IF EXISTS limited; CREATE ROLE limited LOGIN CONNECTION LIMIT 0")
+    url = make_url(tcp_server.tcp_url()).set(username="limited", drivername=f"postgresql+{driver}")
+    engine = create_engine(url) if kind == "thread" else create_async_engine(url)
+    lane = lane_on(engine, "limited")
+    for _ in range(3):
+        with pytest.raises(ConnectionLost, match="too many connections"):
+            await lane.run(backend, deadline=PATIENCE)
+
+    tcp_server.psql("ALTER ROLE limited CONNECTION LIMIT 1")
+
+    assert await lane.run(backend, deadline=PATIENCE) == await lane.run(backend, deadline=PATIENCE)
+    await lane.close()
+
+
+async def test_reconnecting_again_and_again_leaks_neither_connections_nor_descriptors(
+    kind: str, clean_url: str, a: Connection
+) -> None:
+    name = f"leaks {kind}"
+    async with opened(kind, make_url(clean_url).update_query_dict({"application_name": name})) as held:
+        await held.run(backend)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for _ in range(100):
+            run(a, "SELECT pg_terminate_backend(:pid, 10000)", pid=await held.run(backend))
+            with pytest.raises(ConnectionLost):
+                await held.run(backend)
+        await held.run(backend)
+
+        assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+        await asyncio.to_thread(until, lambda: sessions(a, name) == 1)
+
+
 # -- cancelling whoever waits
 
 
@@ -567,6 +773,8 @@ def test_a_lost_connection_and_a_retryable_error_are_told_apart(a: Connection) -
         ("57014", False, False),
         ("23505", False, False),
         ("53300", False, False),
+        ("25006", False, True),
+        ("42P05", False, False),
     ]:
         with pytest.raises(DBAPIError) as raised:
             run(a, f"DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '{state}'; END $$")

@@ -50,6 +50,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "app": None,
         "database_url": None,
         "database_url_from": "--database-url",
+        "listen_database_url": None,
         "queue": None,
         "concurrency": 10,
         "threads": None,

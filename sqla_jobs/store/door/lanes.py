@@ -1,17 +1,7 @@
-"""The one door to the database: held connections that run a verb at a time, on either kind of engine.
-
-A lane is one connection in AUTOCOMMIT, taken from the user's engine (so its creator, listeners and
-connect arguments count) and detached from the pool. Every statement has a deadline by the local clock:
-when it passes, the socket is shut down, which ends the statement at once wherever it waits; psycopg's
-own cancel can take 12 seconds on a dead network. A lane is never cancelled in mid-statement: a claim
-whose answer is thrown away is rows that run for nobody. Serialization failures, deadlocks and lock
-timeouts are tried again; a broken connection is reported, because only the verb knows what that means.
-"""
+"""The lanes: one held connection each, in a thread of its own or in the event loop."""
 
 import asyncio
-import os
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,82 +9,27 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-import anyio
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from sqla_jobs.errors import ConnectionLost, DeadlineExceeded
+from sqla_jobs.store.door.faults import brief, is_confused, is_lost, is_refused, is_retryable
+from sqla_jobs.store.door.wire import OtherEnd, Pooled, cut, finish
 
-__all__ = ["Lane", "SyncLane", "Verb", "brief", "finish", "is_retryable", "lane_on"]
+__all__ = ["Lane", "SyncLane", "Verb", "lane_on"]
 
 T = TypeVar("T")
 Verb = Callable[[Connection], T]
 
-#: 40001 serialization_failure, 40P01 deadlock_detected, 55P03 lock_not_available (manual, appendix A):
-#: the statement did nothing and may simply run again.
-_RETRYABLE = frozenset({"40001", "40P01", "55P03"})
 _TRIES = 6
-
-
-def sqlstate_of(error: BaseException) -> str | None:
-    """The SQLSTATE of a database error, whatever the driver."""
-    orig = getattr(error, "orig", None)
-    state = getattr(orig, "sqlstate", None) or getattr(getattr(orig, "__cause__", None), "sqlstate", None)
-    return state if isinstance(state, str) else None
-
-
-def is_retryable(error: BaseException) -> bool:
-    """Whether the statement did nothing and may run again at once."""
-    return isinstance(error, DBAPIError) and sqlstate_of(error) in _RETRYABLE
-
-
-def is_lost(error: BaseException) -> bool:
-    """Whether the connection is gone: the server may or may not have done what was asked."""
-    if not isinstance(error, DBAPIError):
-        return isinstance(error, OSError)
-    state = sqlstate_of(error)
-    if state is None:  # not from the server: the socket broke, or the driver refuses a value
-        return error.connection_invalidated or isinstance(error, (OperationalError, InterfaceError))
-    # 08 connection exception, 57P0x shutdown, crash, database dropped
-    return error.connection_invalidated or state.startswith(("08", "57P0"))
-
-
-def brief(error: BaseException) -> str:
-    """An error in one line, without the statement and the parameters that SQLAlchemy adds to its text."""
-    cause = getattr(error, "orig", None) or error
-    lines = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
+#: Seconds to end, at a lane's end, what it had to leave behind.
+_FAREWELL = 1.0
 
 
 def pause_before(attempt: int) -> float:
     """Seconds to wait before trying the same statement again: 10 ms, doubling, scattered."""
     return float(0.01 * 2**attempt * (0.5 + random.random()))
-
-
-def cut(driver_connection: Any) -> None:
-    """Shut the socket of a driver's connection down: whoever waits on it gets an error now.
-
-    Safe from any thread: it is a system call on a duplicate of the descriptor, not a call of libpq.
-    """
-    if (terminate := getattr(driver_connection, "terminate", None)) is not None:
-        terminate()  # asyncpg
-        return
-    with suppress(Exception):
-        duplicate = socket.socket(fileno=os.dup(driver_connection.fileno()))
-        try:
-            duplicate.shutdown(socket.SHUT_RDWR)
-        finally:
-            duplicate.close()
-
-
-def finish(driver_connection: Any) -> None:
-    """Close a driver's connection without waiting. SQLAlchemy leaves a detached async one of psycopg open."""
-    with suppress(Exception):
-        if (terminate := getattr(driver_connection, "terminate", None)) is not None:
-            terminate()  # asyncpg
-        else:
-            driver_connection.pgconn.finish()
 
 
 class Lane(Protocol):
@@ -107,14 +42,34 @@ class Lane(Protocol):
         """
         ...
 
+    async def drop(self) -> None:
+        """Give the connection up between two verbs, for whoever knows that it is of no use.
+
+        The next verb connects anew, and ends what the server may still hold of the old one.
+        """
+        ...
+
     async def close(self) -> None:
-        """Give the connection up."""
+        """Close the connection, and end what was left behind if the server answers at once."""
         ...
 
 
-def lane_on(engine: Engine | AsyncEngine, name: str) -> Lane:
-    """A lane on whichever engine there is: in the loop, or in a thread of its own."""
-    return _LoopLane(engine) if isinstance(engine, AsyncEngine) else _ThreadLane(engine, name)
+def _nobody(_: bool | None) -> None:
+    """Whom it does not concern that there is a pooler."""
+
+
+def lane_on(engine: Engine | AsyncEngine, name: str, *, pooled: Pooled = _nobody) -> Lane:
+    """A lane on whichever engine there is: in the loop, or in a thread of its own.
+
+    `pooled` is called, from any thread, whenever a connection turns out to lead through a pooler.
+    """
+    if isinstance(engine, AsyncEngine):
+        return _LoopLane(engine, OtherEnd(pooled=pooled))
+    return _ThreadLane(engine, name, OtherEnd(pooled=pooled))
+
+
+def _nothing(_: Connection) -> None:
+    """A verb that wants nothing but the connection."""
 
 
 async def _with_retries(once: Callable[[], Any]) -> Any:
@@ -122,17 +77,18 @@ async def _with_retries(once: Callable[[], Any]) -> Any:
         try:
             return await once()
         except DBAPIError as error:
-            if not is_retryable(error) or attempt == _TRIES - 1:
+            if not (is_retryable(error) or is_confused(error)) or attempt == _TRIES - 1:
                 raise
-        await anyio.sleep(pause_before(attempt))
+        await asyncio.sleep(pause_before(attempt))
     raise AssertionError("unreachable")
 
 
 class SyncLane:
     """A lane for code that lives in its own thread: connects when needed, drops what broke."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, other_end: OtherEnd | None = None) -> None:
         self._engine = engine
+        self.other_end = other_end or OtherEnd(pooled=_nobody)
         self._connection: Connection | None = None
         self._driver: Any = None
         self._wires = threading.Lock()
@@ -141,23 +97,31 @@ class SyncLane:
     def run(self, verb: Verb[T]) -> T:
         """Run `verb` on the held connection. Raises `ConnectionLost` when it broke, and drops it."""
         if self.expired:
-            self._drop()  # the deadline of the last verb passed in the moment its answer came
+            self.drop()  # the deadline of the last verb passed in the moment its answer came
         try:
             connection = self._connection or self._connect()
-            return verb(connection)
+            return self.other_end.before(verb, self._driver)(connection)
         except BaseException as error:
             if self.expired:
-                self._drop()
+                self.drop()
                 raise DeadlineExceeded("no answer within the deadline; the connection was cut") from error
+            if is_confused(error):
+                self.other_end.prepares = False
+                self.drop()
             if is_lost(error):
-                self._drop()
+                self.drop()
                 raise ConnectionLost(brief(error)) from error
             raise
 
     def _connect(self) -> Connection:
-        connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        driver = connection.connection.driver_connection
-        connection.detach()
+        try:
+            connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+            driver = connection.connection.driver_connection
+            connection.detach()
+        except Exception as error:
+            if is_refused(error) and not self.expired:
+                raise ConnectionLost(brief(error)) from error
+            raise
         with self._wires:
             self._connection, self._driver = connection, driver
             if self.expired:  # nobody waits any more, and nobody would cut it a second time
@@ -171,12 +135,14 @@ class SyncLane:
             if self._driver is not None:
                 cut(self._driver)
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Give the connection up; its backend is ended over the next one."""
         with self._wires:
             connection, driver = self._connection, self._driver
             self._connection = self._driver = None
             self.expired = False
         if connection is not None:
+            self.other_end.gone()
             finish(driver)
             with suppress(Exception):
                 connection.invalidate()
@@ -187,6 +153,7 @@ class SyncLane:
         """Close the connection; the lane may be used again."""
         with self._wires:
             connection, self._connection, self._driver = self._connection, None, None
+        self.other_end.closed()
         if connection is not None:
             with suppress(Exception):
                 connection.close()
@@ -195,14 +162,14 @@ class SyncLane:
 class _ThreadLane:
     """A SyncLane in a thread of its own; one hop per verb, whose batch is worth it."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, other_end: OtherEnd) -> None:
         self._engine = engine
         self._name = name
-        self._start()
+        self._start(other_end)
 
-    def _start(self) -> None:
-        self._lane = SyncLane(self._engine)
-        self._inbox: SimpleQueue[tuple[Verb[Any], asyncio.Future[Any]] | None] = SimpleQueue()
+    def _start(self, other_end: OtherEnd) -> None:
+        self._lane = SyncLane(self._engine, other_end)
+        self._inbox: SimpleQueue[_Item] = SimpleQueue()
         threading.Thread(
             target=_serve, args=(self._lane, self._inbox), name=f"sqla_jobs {self._name}", daemon=True
         ).start()
@@ -223,8 +190,7 @@ class _ThreadLane:
                 done = await waiter.wait(future, timeout=1.0)
             if not done:
                 future.cancel()  # what its thread may still bring is for nobody
-                self._inbox.put(None)
-                self._start()
+                self._abandon()
             waiter.raise_cancelled(future)
             if not done:
                 raise DeadlineExceeded("no connection within the deadline")
@@ -233,16 +199,39 @@ class _ThreadLane:
         result: T = await _with_retries(once)
         return result
 
+    def _abandon(self) -> None:
+        """Leave a thread that is stuck to itself: it ends when it comes back, and closes what it brings."""
+        self._inbox.put(None)
+        self._start(self._lane.other_end.heir())
+
+    async def drop(self) -> None:
+        self._lane.expire()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._inbox.put((None, future))
+        waiter = _Waiter()
+        if not await waiter.wait(future, timeout=1.0):
+            future.cancel()
+            self._abandon()
+        waiter.raise_cancelled(future)
+
     async def close(self) -> None:
+        if self._lane.other_end.left:
+            with suppress(Exception):
+                await self.run(_nothing, deadline=_FAREWELL)
         self._inbox.put(None)
 
 
-def _serve(lane: SyncLane, inbox: "SimpleQueue[tuple[Verb[Any], asyncio.Future[Any]] | None]") -> None:
+_Item = tuple[Verb[Any] | None, "asyncio.Future[Any]"] | None  # no verb: drop the connection
+
+
+def _serve(lane: SyncLane, inbox: "SimpleQueue[_Item]") -> None:
     """The lane's thread. Whatever a verb raises goes to its future; the thread stays."""
     while (item := inbox.get()) is not None:
         verb, future = item
         try:
-            result, error = lane.run(verb), None
+            result, error = None if verb is None else lane.run(verb), None
+            if verb is None:
+                lane.drop()
         except BaseException as caught:
             result, error = None, caught
         _answer(future, result, error)
@@ -266,8 +255,9 @@ def _answer(future: "asyncio.Future[Any]", result: Any, error: BaseException | N
 class _LoopLane:
     """A lane on an AsyncEngine, in the event loop."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, other_end: OtherEnd) -> None:
         self._engine = engine
+        self._other_end = other_end
         self._connection: AsyncConnection | None = None
         self._driver: Any = None
 
@@ -279,7 +269,8 @@ class _LoopLane:
                 await self._connect(max(ends - time.monotonic(), 0.01))
             assert self._connection is not None
             # a task of its own: cancelling whoever waits must not cancel the statement
-            statement = asyncio.ensure_future(self._connection.run_sync(verb))
+            introduced = self._other_end.before(verb, self._driver)
+            statement = asyncio.ensure_future(self._connection.run_sync(introduced))
             waiter = _Waiter()
             expired = not await waiter.wait(statement, timeout=max(ends - time.monotonic(), 0.01))
             if expired:
@@ -293,8 +284,10 @@ class _LoopLane:
                     raise DeadlineExceeded("no answer within the deadline; the connection was cut")
                 result = statement.result()
             except BaseException as error:
-                if expired or is_lost(error):
-                    await self._drop()
+                if is_confused(error):
+                    self._other_end.prepares = False
+                if expired or is_lost(error) or is_confused(error):
+                    await self.drop()
                 waiter.raise_cancelled(statement)
                 if isinstance(error, DBAPIError) and is_lost(error):
                     raise ConnectionLost(brief(error)) from error
@@ -318,23 +311,28 @@ class _LoopLane:
             self._connection, self._driver = connecting.result()
         except BaseException as error:
             waiter.raise_cancelled(connecting)
-            if is_lost(error):
+            if is_refused(error):
                 raise ConnectionLost(brief(error)) from error
             raise
         waiter.raise_cancelled(connecting)
 
     async def _open(self) -> tuple[AsyncConnection, Any]:
         connection = await self._engine.connect()
-        await connection.execution_options(isolation_level="AUTOCOMMIT")
-        raw = await connection.get_raw_connection()
-        driver = raw.driver_connection
-        await connection.run_sync(lambda sync: sync.detach())
+        try:
+            await connection.execution_options(isolation_level="AUTOCOMMIT")
+            driver = (await connection.get_raw_connection()).driver_connection
+            await connection.run_sync(lambda sync: sync.detach())
+        except BaseException:  # also cancelled, when the deadline passes just now
+            with suppress(Exception):
+                await connection.close()
+            raise
         return connection, driver
 
-    async def _drop(self) -> None:
+    async def drop(self) -> None:
         connection, driver = self._connection, self._driver
         self._connection = self._driver = None
         if connection is not None:
+            self._other_end.gone()
             finish(driver)
             with suppress(Exception):
                 await connection.invalidate()
@@ -342,8 +340,12 @@ class _LoopLane:
                 await connection.close()
 
     async def close(self) -> None:
+        if self._other_end.left:
+            with suppress(Exception):
+                await self.run(_nothing, deadline=_FAREWELL)
         connection, driver = self._connection, self._driver
         self._connection = self._driver = None
+        self._other_end.closed()
         if connection is not None:
             with suppress(Exception):
                 await connection.close()

@@ -1,0 +1,65 @@
+"""What an error means for whoever holds the connection: try again, connect again, or pass it on.
+
+Judges by SQLSTATE (manual, appendix A), whatever the driver. Does nothing about it.
+"""
+
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+
+__all__ = ["brief", "is_confused", "is_lost", "is_read_only", "is_refused", "is_retryable", "sqlstate_of"]
+
+#: 40001 serialization_failure, 40P01 deadlock_detected, 55P03 lock_not_available: the statement did
+#: nothing and may simply run again.
+_RETRYABLE = frozenset({"40001", "40P01", "55P03"})
+#: 42P05 duplicate_prepared_statement, 26000 invalid_sql_statement_name: a pooler has put another backend
+#: behind the connection than the one where the driver prepared its statement. It did nothing either.
+_CONFUSED = frozenset({"42P05", "26000"})
+#: 25006 read_only_sql_transaction: the old primary after a failover. Held, the connection would stay there.
+_READ_ONLY = "25006"
+
+
+def sqlstate_of(error: BaseException) -> str | None:
+    """The SQLSTATE of a database error, whatever the driver."""
+    orig = getattr(error, "orig", None)
+    for each in (orig, getattr(orig, "__cause__", None), error):
+        state = getattr(each, "sqlstate", None)
+        if isinstance(state, str):
+            return state
+    return None
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether the statement did nothing and may run again at once."""
+    return isinstance(error, DBAPIError) and sqlstate_of(error) in _RETRYABLE
+
+
+def is_confused(error: BaseException) -> bool:
+    """Whether server and driver disagree about prepared statements; on a new connection it may run again."""
+    return isinstance(error, DBAPIError) and sqlstate_of(error) in _CONFUSED
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Whether the server writes nothing (any more)."""
+    return sqlstate_of(error) == _READ_ONLY
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the connection is of no use: the server may or may not have done what was asked."""
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, OSError)
+    state = sqlstate_of(error)
+    if state is None:  # not from the server: the socket broke, or the driver refuses a value
+        return error.connection_invalidated or isinstance(error, (OperationalError, InterfaceError))
+    # 08 connection exception, 57P0x shutdown, crash, database dropped
+    return error.connection_invalidated or state.startswith(("08", "57P0")) or state == _READ_ONLY
+
+
+def is_refused(error: BaseException) -> bool:
+    """Of an error while connecting: whether it is the network's or the server's, so that it may pass."""
+    return isinstance(error, (DBAPIError, OSError))
+
+
+def brief(error: BaseException) -> str:
+    """An error in one line, without the statement and the parameters that SQLAlchemy adds to its text."""
+    cause = getattr(error, "orig", None) or error
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
