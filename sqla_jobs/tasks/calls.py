@@ -1,7 +1,7 @@
 """Calls of tasks into the caller's transaction: `enqueue` and its sisters."""
 
 from collections.abc import Iterable
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 from sqlalchemy.sql.expression import SelectBase
 
