@@ -170,7 +170,7 @@ def tables_of(model: type) -> Tables:
 
 @event.listens_for(JobMixin, "instrument_class", propagate=True)
 def _complete(mapper: Mapper[Any], cls: type) -> None:
-    """Indexes, checks, storage and DDL events, before anybody can ask for the table."""
+    """Indexes, checks and DDL events, before anybody can ask for the table."""
     jobs = mapper.local_table
     if mapper.inherits is not None or not isinstance(jobs, Table) or jobs in _known:
         return
@@ -181,8 +181,6 @@ def _complete(mapper: Mapper[Any], cls: type) -> None:
         )
     _constrain(jobs)
     _index(jobs)
-    options = jobs.dialect_options["postgresql"]
-    options["with"] = options["with"] or dict(schema.JOBS_STORAGE)  # setdefault would find None and leave it
     schema.attach(jobs)
     _known[jobs] = _satellites(jobs)
 

@@ -43,6 +43,11 @@ def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
+def _literal(text_: str) -> str:
+    # under standard_conforming_strings, the default since PostgreSQL 9.1, a backslash is a backslash
+    return "'" + text_.replace("'", "''") + "'"
+
+
 def qualified(name: str, schema: str | None) -> str:
     """A quoted name, as SQL text and as input of a regclass."""
     quoted = _quote(name)
@@ -80,6 +85,16 @@ CREATE OR REPLACE TRIGGER {trigger} AFTER INSERT ON {table}
 REFERENCING NEW TABLE AS fresh FOR EACH STATEMENT EXECUTE FUNCTION {function}()
 """
 
+# By a statement of its own and not by Table(postgresql_with=...), which SQLAlchemy 2.0 does not know. Only
+# where nothing is set: what an operator has tuned stays.
+_STORAGE = """
+DO $sqla_jobs$ BEGIN
+  IF (SELECT reloptions IS NULL FROM pg_catalog.pg_class WHERE oid = {literal}::pg_catalog.regclass) THEN
+    ALTER TABLE {table} SET ({storage});
+  END IF;
+END $sqla_jobs$
+"""
+
 
 def install(name: str, schema: str | None = None) -> Sequence[str]:
     """The statements that complete the jobs table `name`; running them again changes nothing."""
@@ -87,11 +102,14 @@ def install(name: str, schema: str | None = None) -> Sequence[str]:
         "table": qualified(name, schema),
         "function": qualified(f"{name}_announce", schema),
         "trigger": _quote(f"{name}_announce"),
+        "literal": _literal(qualified(name, schema)),
+        "storage": ", ".join(f"{option} = {value}" for option, value in JOBS_STORAGE.items()),
     }
     return [
         _ANNOUNCE.format(groups=GROUPS, **names).strip(),
         f"COMMENT ON FUNCTION {names['function']}() IS 'sqla_jobs schema {VERSION}'",
         _TRIGGER.format(**names).strip(),
+        _STORAGE.format(**names).strip(),
     ]
 
 

@@ -160,8 +160,15 @@ def test_autogenerate_writes_tables_indexes_and_the_install(project: Project) ->
     assert down.index("op.uninstall_sqla_jobs") < down.index("op.drop_table('background_jobs')")
 
 
-def test_autogenerate_writes_the_storage_parameters(project: Project) -> None:
-    assert f"postgresql_with={dict(JOBS_STORAGE)!r}" in project.migration
+def test_the_migration_sets_the_storage_parameters(migrated: Migrated) -> None:
+    options = "SELECT reloptions FROM pg_class WHERE relname = 'background_jobs'"
+
+    engine = sa.create_engine(sa.make_url(migrated.url).set(drivername="postgresql+psycopg"))
+    with engine.connect() as connection:
+        set_ = connection.scalar(sa.text(options))
+    engine.dispose()
+
+    assert set_ == [f"{name}={value}" for name, value in JOBS_STORAGE.items()]
 
 
 def test_after_the_upgrade_nothing_is_left_to_migrate(
