@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sqla_jobs.models import JobMixin, job_model, metadata
     from sqla_jobs.outbox import Enqueued
     from sqla_jobs.store.find import JobRecord
-    from sqla_jobs.tasks import Jobs, enqueue
+    from sqla_jobs.tasks import Jobs, enqueue, enqueue_many, enqueue_select
     from sqla_jobs.worker import Worker
 
 __version__ = "0.1.0.dev0"
@@ -33,6 +33,8 @@ __all__ = [
     "Snooze",
     "Worker",
     "enqueue",
+    "enqueue_many",
+    "enqueue_select",
     "errors",
     "job_model",
     "metadata",
@@ -48,7 +50,7 @@ _HOMES = {
     "models": ("JobMixin", "job_model", "metadata"),
     "outbox": ("Enqueued",),
     "store.find": ("JobRecord",),
-    "tasks": ("Jobs", "enqueue"),
+    "tasks": ("Jobs", "enqueue", "enqueue_many", "enqueue_select"),
     "worker": ("Worker",),
 }
 _HOME = {name: f"sqla_jobs.{home}" for home, names in _HOMES.items() for name in names}

@@ -10,6 +10,7 @@ __all__ = [
     "ConnectionLost",
     "DatabaseUnreachable",
     "DeadlineExceeded",
+    "DuplicateJob",
     "DuplicateTask",
     "EntityGone",
     "LeaseLost",
@@ -55,6 +56,10 @@ class PayloadError(SqlaJobsError, ValueError):
 
 class NotFlushed(SqlaJobsError):
     """`Enqueued.id` was read before the session flushed, so PostgreSQL has not given the job its id yet."""
+
+
+class DuplicateJob(SqlaJobsError):
+    """`Enqueued.require_created`: a job with an equal unique key was there already."""
 
 
 class EntityGone(SqlaJobsError):

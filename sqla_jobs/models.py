@@ -32,18 +32,21 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import DeclarativeBase, Mapped, Mapper, mapped_column, registry
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedColumn, Mapper, mapped_column, registry
 
 from sqla_jobs import schema
 from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.errors import ConfigurationError
 
-__all__ = ["JobMixin", "Tables", "job_model", "metadata", "tables_of"]
+__all__ = ["LIVE_KEYS", "JobMixin", "Tables", "job_model", "metadata", "own_columns", "tables_of"]
 
 # statement_timestamp(), not now(): in a transaction open for a minute now() is a minute ago, and a delay
 # or a lease counted from it is shorter by that minute (PostgreSQL manual 9.9.5; docs/adr/0004).
 _MOMENT = func.statement_timestamp()
 _TIME = DateTime(timezone=True)
+
+#: Of which jobs a unique key is unique; also what ON CONFLICT must say to find the index.
+LIVE_KEYS = "unique_key IS NOT NULL AND status IN ('ready', 'blocked', 'running')"
 
 # Names are the table's, as prefix, plus the longest of ours; PostgreSQL cuts identifiers at 63 bytes.
 _LONGEST_NAME = 63 - len("_dependencies_parent_idx")
@@ -147,6 +150,12 @@ class Tables:
 _known: dict[Table, Tables] = {}
 
 
+@cache
+def own_columns() -> frozenset[str]:
+    """The names of the columns that the mixin brings; the others of a jobs table are the user's."""
+    return frozenset(name for name, value in vars(JobMixin).items() if isinstance(value, MappedColumn))
+
+
 def tables_of(model: type) -> Tables:
     """The tables of a mapped Job class. Raises `ConfigurationError` when it is not one."""
     mapper: Any = inspect(model, raiseerr=False) if isinstance(model, type) else None
@@ -232,7 +241,7 @@ def _index(jobs: Table) -> None:
         c.queue,
         c.unique_key,
         unique=True,
-        postgresql_where=text("unique_key IS NOT NULL AND status IN ('ready', 'blocked', 'running')"),
+        postgresql_where=text(LIVE_KEYS),
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 from sqla_jobs.core.payload import Encoded
 from sqla_jobs.errors import ConfigurationError
@@ -15,8 +16,8 @@ LONGEST = timedelta(days=36_525)
 _YEARS = range(2, 9_999)
 
 
-def check_name(what: str, name: object) -> str:
-    """A queue or kind that the database takes. Raises `ConfigurationError`."""
+def check_name(what: str, name: object, *, longest: int = 200) -> str:
+    """A queue, kind or key that the database takes. Raises `ConfigurationError`."""
     if not isinstance(name, str):
         raise ConfigurationError(f"{what} must be a str, got {type(name).__name__}")
     try:
@@ -25,8 +26,8 @@ def check_name(what: str, name: object) -> str:
         raise ConfigurationError(f"{what} {name!r} holds a lone surrogate, which is not text") from None
     if "\0" in name:
         raise ConfigurationError(f"{what} {name!r} holds U+0000, which PostgreSQL cannot store")
-    if not 1 <= size <= 200:
-        raise ConfigurationError(f"{what} must have 1 to 200 bytes, {name[:40]!r} has {size}")
+    if not 1 <= size <= longest:
+        raise ConfigurationError(f"{what} must have 1 to {longest:,} bytes, {name[:40]!r} has {size:,}")
     return name
 
 
@@ -35,7 +36,9 @@ class Options:
     """How a job is enqueued. Checked when made, so that nothing is refused at flush.
 
     `delay` counts from the moment of the INSERT by the database's clock; `run_at` is a moment with its
-    time zone; `expires` is either, and a job not claimed by then is cancelled.
+    time zone; `expires` is either, and a job not claimed by then is cancelled. While a job with the same
+    queue and `unique_key` waits or runs, no second one is made. `columns` are values for columns of the
+    user's own.
     """
 
     queue: str = "default"
@@ -45,6 +48,8 @@ class Options:
     expires: timedelta | datetime | None = None
     max_attempts: int = 20
     tags: tuple[str, ...] = ()
+    unique_key: str | None = None
+    columns: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self) -> None:
         check_name("queue", self.queue)
@@ -61,6 +66,8 @@ class Options:
         _check_moment("expires", self.expires, timedelta, datetime)
         for tag in self.tags:
             check_name("tag", tag)
+        if self.unique_key is not None:
+            check_name("unique_key", self.unique_key, longest=2000)
 
 
 def _is_int(value: object) -> bool:
@@ -91,8 +98,9 @@ def _check_moment(name: str, value: object, *kinds: type) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a task, ready to be written."""
+    """One call of a task, ready to be written. `model` is the Job class that it becomes a row of."""
 
     kind: str
     arguments: Encoded
     options: Options
+    model: Any = None

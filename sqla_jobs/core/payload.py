@@ -136,11 +136,12 @@ def _shown(parameters: Sequence[inspect.Parameter]) -> str:
 class Parameters:
     """A handler's parameters, compiled once."""
 
-    __slots__ = ("_decoders", "_encoders", "_positional", "_required", "signature", "task")
+    __slots__ = ("_codecs", "_decoders", "_encoders", "_positional", "_required", "signature", "task")
 
     def __init__(self, task: str, codecs: dict[str, _Codec], parameters: Sequence[inspect.Parameter]) -> None:
         self.task = task
         self.signature = f"{task.rpartition('.')[2]}{_shown(parameters)}"
+        self._codecs = codecs
         self._encoders = {name: (codec.encode, (None, name, 0)) for name, codec in codecs.items()}
         self._decoders = {name: (codec.decode, (None, name, 0)) for name, codec in codecs.items()}
         self._positional = tuple(each.name for each in parameters if each.kind in _BY_POSITION)
@@ -206,6 +207,24 @@ class Parameters:
 
     def _misfit(self, problem: str) -> NoReturn:
         raise ArgumentError(f"task {self.task} {problem}; call it as {self.signature}")
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise ArgumentError unless these are parameters, each once, and none that is required misses."""
+        self._bind((), dict.fromkeys(names))
+        if len(set(names)) < len(names):
+            self._misfit(f"got {max(names, key=names.count)!r} twice")
+
+    def reads(self, name: str, sample: Json) -> bool:
+        """Whether the handler's decoder takes a stored value like this one for the parameter `name`."""
+        try:
+            self._codecs[name].decode(sample, (None, name, 0), lambda cls, identity: object())
+        except PayloadError:
+            return False
+        return True
+
+    def stores_text(self, name: str) -> bool:
+        """Whether some text may be stored for the parameter `name`."""
+        return str in self._codecs[name].kinds
 
     def decode(self, text: str, load: Load) -> dict[str, object]:
         """The keyword arguments for the handler. Raises PayloadError when the text does not fit it."""

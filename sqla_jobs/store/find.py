@@ -69,7 +69,7 @@ def find_statement(tables: Tables) -> Executable:
 
 
 def find(
-    session: Session | scoped_session[Session] | Connection, tables: Tables, job_id: int
+    session: Session | scoped_session[Any] | Connection, tables: Tables, job_id: int
 ) -> JobRecord | None:
     """The job with this id in its latest life, or None."""
     rows = session.execute(find_statement(tables), {"id": job_id}).all()

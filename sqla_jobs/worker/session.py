@@ -10,8 +10,8 @@ functions run directly, or in the greenlet of an AsyncSession.
 import time
 from typing import Any
 
-from sqlalchemy import Connection, Engine, NestedTransaction, Transaction, text
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection, Engine, NestedTransaction, Transaction, event, text
+from sqlalchemy.orm import Session, SessionTransaction
 
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.errors import SqlaJobsError
@@ -37,6 +37,8 @@ class HandlerSession(Session):
         self.opened: float | None = None  # time.monotonic(), while it holds a connection
         self._begun: Transaction | None = None
         self._over = False
+        self._unsettled = False  # flushed since the last commit
+        self._discarded = False  # by a close() of the handler's
 
     def get_bind(self, *_: Any, **__: Any) -> Connection:
         """The connection of the outer transaction, whatever is asked about."""
@@ -57,8 +59,22 @@ class HandlerSession(Session):
             self.outer = connection
         return self.outer
 
+    def close(self) -> None:
+        """Closing it is allowed; closing it on work that is not committed would lose that in silence."""
+        if not self._over and (self._unsettled or self.new or self.deleted or self._has_changes()):
+            self._discarded = True
+        super().close()
+
+    def _has_changes(self) -> bool:
+        return any(self.is_modified(each) for each in self.dirty)
+
     def require_transaction(self) -> None:
-        """Raise `SqlaJobsError` when the handler has ended the worker's own transaction."""
+        """Raise `SqlaJobsError` when the handler has ended the worker's own transaction, or lost its work."""
+        if self._discarded:
+            raise SqlaJobsError(
+                "ctx.session was closed before its handler ended, and what was not committed is lost: "
+                "commit first, or leave the closing to the worker"
+            )
         if self.outer is not None and self._begun is not None and not self._is_in(self.outer):
             raise SqlaJobsError(
                 "the handler committed or rolled back ctx.session.connection() itself: what it wrote is no "
@@ -92,6 +108,17 @@ class HandlerSession(Session):
                 outer.close()
 
 
+@event.listens_for(HandlerSession, "after_flush")
+def _flushed(session: HandlerSession, context: object) -> None:
+    session._unsettled = True
+
+
+@event.listens_for(HandlerSession, "after_transaction_end")
+def _ended(session: HandlerSession, transaction: SessionTransaction) -> None:
+    if transaction.parent is None:  # a savepoint's end settles nothing
+        session._unsettled = False
+
+
 def end_read(session: HandlerSession) -> None:
     """End the read that loaded the arguments: objects stay attached and unexpired, no connection is held."""
     expires = session.expire_on_commit
@@ -115,23 +142,23 @@ def settle_through(
     session.commit()
     outer = session.outer
     if outer is None:
-        session.close()
         session.finish()
+        session.close()
         return None
     outer.execute(_LOCK_TIMEOUT)
     if not settle_within(outer, tables, entry, retention=retention):
         abandon(session)
         return False
     session.let_go(commit=True)
-    session.close()
     session.finish()
+    session.close()
     return True
 
 
 def abandon(session: HandlerSession) -> None:
     """Roll back whatever the handler wrote."""
+    session.finish()
     try:
         session.close()
     finally:
-        session.finish()
         session.let_go(commit=False)

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from typing import Any
 
@@ -425,3 +425,86 @@ async def test_a_worker_forgets_what_is_older_than_its_retention(
         await until_row(engine, "SELECT 1 FROM background_jobs_archive HAVING count(*) = 1")
 
     assert rows(engine, "SELECT id FROM background_jobs_archive") == [(new,)]
+
+
+def _close_pending(session: Session) -> None:
+    session.add(Order(customer="pending"))
+    session.close()
+
+
+def _close_flushed(session: Session) -> None:
+    session.add(Order(customer="flushed"))
+    session.flush()
+    session.close()
+
+
+def _close_after_savepoint(session: Session) -> None:
+    with session.begin_nested():
+        session.add(Order(customer="in a savepoint"))
+    session.close()
+
+
+def _close_in_a_block(session: Session) -> None:
+    with session:
+        session.add(Order(customer="in a block"))
+
+
+def _close_modified(session: Session) -> None:
+    session.get_one(Order, 1).customer = "modified"
+    session.close()
+
+
+@pytest.mark.parametrize(
+    "close",
+    [_close_pending, _close_flushed, _close_after_savepoint, _close_in_a_block, _close_modified],
+)
+@pytest.mark.parametrize("form", ["thread", "loop"])
+async def test_a_session_closed_on_work_that_is_not_committed_is_not_a_silent_success(
+    engine: Engine, database_url: str, jobs: Jobs, close: Callable[[Session], None], form: str
+) -> None:
+    with Session(engine) as session, session.begin():
+        session.add(Order(customer="Ada"))
+
+    @jobs.task(name="thread", retry=Retry(max_attempts=1))
+    def in_thread(ctx: JobContext) -> None:
+        close(ctx.session)
+
+    @jobs.task(name="loop", retry=Retry(max_attempts=1))
+    async def in_loop(ctx: AsyncJobContext) -> None:
+        await ctx.session.run_sync(close)
+
+    put(engine, in_thread if form == "thread" else in_loop)
+
+    async with working(jobs, database_url) as (_, heard):
+        assert await heard.settled(1) == [JobStatus.FAILED]
+
+    [(error,)] = rows(engine, "SELECT last_error FROM background_jobs")
+    assert error.startswith("SqlaJobsError: ctx.session was closed before its handler ended")
+    assert rows(engine, "SELECT customer FROM orders") == [("Ada",)]
+
+
+@pytest.mark.parametrize("form", ["thread", "loop"])
+async def test_a_session_closed_after_a_commit_or_a_read_is_fine(
+    engine: Engine, database_url: str, jobs: Jobs, form: str
+) -> None:
+    def work(session: Session) -> None:
+        session.add(Order(customer="Ada"))
+        session.commit()
+        session.close()
+        session.get_one(Order, 1)
+        session.close()
+
+    @jobs.task(name="thread")
+    def in_thread(ctx: JobContext) -> None:
+        work(ctx.session)
+
+    @jobs.task(name="loop")
+    async def in_loop(ctx: AsyncJobContext) -> None:
+        await ctx.session.run_sync(work)
+
+    put(engine, in_thread if form == "thread" else in_loop)
+
+    async with working(jobs, database_url) as (_, heard):
+        assert await heard.settled(1) == [JobStatus.DONE]
+
+    assert rows(engine, "SELECT customer FROM orders") == [("Ada",)]

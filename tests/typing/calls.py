@@ -1,11 +1,13 @@
 """Calls that are right: no type checker may find anything here. Checked, never run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import assert_type
+from typing import Any, assert_type
 from uuid import UUID
 
+from sqlalchemy import select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
@@ -15,7 +17,8 @@ from sqla_jobs.core.retry import Retry
 from sqla_jobs.models import JobMixin
 from sqla_jobs.outbox import Enqueued
 from sqla_jobs.store.find import JobRecord
-from sqla_jobs.tasks import Jobs, Task, enqueue
+from sqla_jobs.tasks import Jobs, Task, enqueue, enqueue_many, enqueue_select
+from sqla_jobs.worker import Worker
 
 
 class Base(DeclarativeBase):
@@ -141,3 +144,44 @@ generic_tasks: list[Task[[int]]] = [bare]
 async def found(session: Session, async_session: AsyncSession, handle: Enqueued) -> None:
     assert_type(jobs.find(session, handle.id), JobRecord | None)
     assert_type(await async_session.run_sync(jobs.find, handle.id), JobRecord | None)
+
+
+def many(session: Session, async_session: AsyncSession, order: Order) -> None:
+    calls = [bare.call(1), send.call(order), send.using(priority=1).call(order, copy_to=None)]
+    assert_type(enqueue_many(session, calls), list[Enqueued])
+    enqueue_many(async_session, (bare.call(number) for number in range(3)))
+    assert_type(enqueue_select(session, send, select(Order.id.label("order"))).count, int)
+    enqueue_select(async_session, bare, union_all(select(Order.id.label("value"))))
+
+
+def keys_and_columns(session: Session, order: Order) -> None:
+    handle = enqueue(session, send.using(unique_key="k", columns={"tenant": "acme"}), order)
+    assert_type(handle.require_created().id, int)
+    assert_type(handle.created, bool)
+    enqueue(session, send.using(unique_key=lambda order: f"order {order.id}"), order)
+
+
+def elsewhere(session: Session, order: Order) -> None:
+    remote = jobs.remote("app.tasks.send", queue="mail", unique_key="k")
+    enqueue(session, remote, order=order, days=3)
+    enqueue_many(session, [remote.call(order=order)])
+
+
+@jobs.task(timeout=timedelta(seconds=30), store_result=True, unique_key=lambda value: str(value))
+def limited(value: int) -> dict[str, int]:
+    return {"value": value}
+
+
+@jobs.around
+@contextmanager
+def surrounded(ctx: JobContext[Any]) -> Iterator[None]:
+    ctx.log.info("begins")
+    yield
+
+
+async def worked(session: Session) -> None:
+    worker = Worker(jobs, url="postgresql://x/y", threads=2, mode="once", max_jobs=5, max_memory=2**30)
+    await worker.check()
+    worker.quiet()
+    assert_type(await worker.run(), int)
+    assert_type(limited(1), dict[str, int])

@@ -3,13 +3,14 @@
 
 from datetime import timedelta
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Session
 
 from sqla_jobs.context import AsyncJobContext, JobContext
 from sqla_jobs.core.retry import Retry
-from sqla_jobs.tasks import Jobs, enqueue
+from sqla_jobs.tasks import Jobs, enqueue, enqueue_many, enqueue_select
+from sqla_jobs.worker import Worker
 
 jobs = Jobs()
 
@@ -103,3 +104,21 @@ Jobs(NotAJob)  # error: not a Job class
 Jobs().task(queue=1)  # error: wrong type of a task option
 Jobs().task(retry=8)  # error: a number is no Retry
 Jobs().task(retry=Retry(max_attempts=8))
+
+
+def many(session: Session, order: Order) -> None:
+    enqueue_many(session, [send.call(order)])
+    enqueue_many(session, [send])  # error: a task is no call
+    enqueue_many(session, [send.call()])  # error: missing argument in a call of many
+    enqueue_many(session, send, [order])  # error: calls are made by the task
+    enqueue_select(session, send, "SELECT 1")  # error: no select
+    enqueue_select(session, plain, select())  # error: no task
+    send.using(unique_key=7)  # error: a number is no key
+    send.using(unique_key="k", on_conflict="replace")  # error: not there yet
+    send.using(columns=["tenant"])  # error: no mapping
+    Jobs().remote(7)  # error: a number is no kind
+    Jobs().task(timeout=30)  # error: seconds are no time limit
+    Jobs().around("name")  # error: no function
+
+
+Worker(Jobs(), url="postgresql://x/y", mode="forever")  # error: no such mode
