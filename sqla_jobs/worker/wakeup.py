@@ -39,9 +39,11 @@ _FIRST_ANSWER_LIMIT, _ANSWER_LIMIT = 3.0, 5.0
 #: Seconds before the next try after a loss, and after a connection turned out deaf: first and longest.
 _AFTER_LOSS, _WHILE_DEAF = (0.1, 30.0), (15.0, 300.0)
 
+_LOOKS, _TRIES_TO_UNLISTEN = 20, 30
 _WAY_OUT = "give --listen-database-url, a direct one"
 
 _PROBE = text("SELECT pg_notify(:channel, '')")
+_BACKEND = text("SELECT pg_backend_pid()")
 _CLOCK = text("SELECT extract(epoch FROM clock_timestamp())::float8")
 
 
@@ -97,13 +99,14 @@ class Wakeups:
         self._events = events
         self._ahead = 0.0
         self._said_deaf = False
+        self._pooled = False
 
     async def listen(self) -> None:
         """Run until cancelled, or until it is known that nothing will ever be heard."""
         if self._engine is None:
             self._unavailable("switched off")
             return
-        lane = lane_on(self._engine, "listen")
+        lane = lane_on(self._engine, "listen", pooled=self._pooler_found)
         self._after_loss, self._while_deaf = _Pause(*_AFTER_LOSS), _Pause(*_WHILE_DEAF)
         try:
             while True:
@@ -119,16 +122,19 @@ class Wakeups:
 
     async def _one_connection(self, lane: Lane) -> None:
         """Connect, prove, hear. Returns when the driver cannot do it at all, else raises why it is over."""
-        driver, private = await lane.run(self._prepare, deadline=_CONNECT_LIMIT)
-        if private is None:
+        driver = await lane.run(driver_of, deadline=_CONNECT_LIMIT)
+        if not isinstance(driver, (psycopg.Connection, psycopg.AsyncConnection)):
             self._unavailable("the engine's driver is not psycopg", _WAY_OUT)
             return
+        if self._pooled and await self._shares_its_backend(lane):
+            raise _Deaf
+        private, backend = await lane.run(self._prepare, deadline=_CONNECT_LIMIT)
         try:
             with _Ear(driver.pgconn, private, self._message) as ear:
                 await self._prove(ear)
         except _Deaf:
-            with suppress(Exception):  # the server's side of it stays with the pooler, for others to find
-                await lane.run(partial(_unlisten, channel=private), deadline=_CONNECT_LIMIT)
+            with suppress(Exception):
+                await self._clear_away(lane, private, backend)
             raise
         channel = await lane.run(self._subscribe, deadline=_CONNECT_LIMIT)
         with _Ear(driver.pgconn, private, self._message) as ear:
@@ -137,6 +143,33 @@ class Wakeups:
             self._events.emit("listen.connected", channel=channel)
             self._alive(True)  # after LISTEN: what was committed before it is looked for now
             await self._hear(ear)
+
+    def _pooler_found(self, _: bool | None) -> None:
+        self._pooled = True
+
+    async def _shares_its_backend(self, lane: Lane) -> bool:
+        """Whether a pooler gives our session to others between two statements: then nothing can arrive.
+
+        Found out without LISTEN, which would stay with that session. A pooler's favourite is the session
+        that was used last, so as a rule the first look tells; not to see it proves nothing.
+        """
+        with suppress(Exception):
+            for _ in range(_LOOKS):
+                ours = await lane.run(_backend, deadline=_CONNECT_LIMIT)
+                if await self._on_lane(_backend) == ours:
+                    return True
+        return False
+
+    async def _clear_away(self, lane: Lane, private: str, backend: int) -> None:
+        """A pooler keeps the session that LISTENs for its other clients, and gives us now this one, now that.
+
+        If ours does not come back in so many tries it listens on, to a channel on which nothing is ever said.
+        """
+        for _ in range(_TRIES_TO_UNLISTEN):
+            verb = partial(_on_one_backend, statement=f"UNLISTEN {private}")
+            if await lane.run(verb, deadline=_CONNECT_LIMIT) == backend:
+                return
+            await asyncio.sleep(0.1 * random.random())
 
     async def _gave_up(self, lane: Lane, error: Exception | None, wait: float) -> None:
         self._alive(False)
@@ -159,19 +192,16 @@ class Wakeups:
 
     # -- verbs of the LISTEN connection
 
-    def _prepare(self, connection: Connection) -> tuple[Any, str | None]:
-        """The driver's connection, and the private channel that it listens to now."""
-        driver = driver_of(connection)
-        if not isinstance(driver, (psycopg.Connection, psycopg.AsyncConnection)):
-            return driver, None
+    def _prepare(self, connection: Connection) -> tuple[str, int]:
+        """The private channel that is listened to now, and on which backend."""
         # a new name for every connection: an answer to an older one proves nothing
         private = f"{channel_of(connection, self._tables.jobs)}_{uuid4().hex[:12]}"
-        _listen(connection, private)
-        return driver, private
+        return private, _on_one_backend(connection, f"LISTEN {private}")
 
     def _subscribe(self, connection: Connection) -> str:
         channel = channel_of(connection, self._tables.jobs)
-        _listen(connection, channel)
+        # takes no parameter; the name is letters, an underscore, an oid and hex digits, all ours
+        connection.execute(text(f"LISTEN {channel}"))
         # run_at is the database's time; the clock of this machine may say something else
         epoch = connection.scalar(_CLOCK)
         self._ahead = float(epoch) - time.monotonic()
@@ -279,13 +309,18 @@ class _Pause:
         return now * (0.5 + random.random())
 
 
-def _listen(connection: Connection, channel: str) -> None:
-    # LISTEN takes no parameter; the name is letters, an underscore, an oid and hex digits, all ours
-    connection.execute(text(f"LISTEN {channel}"))
+def _on_one_backend(connection: Connection, statement: str) -> int:
+    """Run it, and tell the backend that did: behind a pooler only a transaction stays with one."""
+    connection.execute(text("BEGIN"))
+    connection.execute(text(statement))
+    backend = _backend(connection)
+    connection.execute(text("COMMIT"))
+    return backend
 
 
-def _unlisten(connection: Connection, channel: str) -> None:
-    connection.execute(text(f"UNLISTEN {channel}"))
+def _backend(connection: Connection) -> int:
+    pid: int = connection.execute(_BACKEND).scalar_one()
+    return pid
 
 
 def _notify(connection: Connection, channel: str) -> None:

@@ -24,6 +24,7 @@ from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.embedded import EmbeddedPostgres
 from sqla_jobs.store.door import driver_of, lane_on
 from sqla_jobs.tasks import Task, enqueue
+from sqla_jobs.worker import wakeup
 
 DRIVER = "postgresql+psycopg"
 DONE = JobStatus.DONE
@@ -121,6 +122,21 @@ async def test_without_one_the_worker_says_once_that_it_polls_and_jobs_run(
     )
     assert len(heard.named("listen.unavailable")) == 1
     assert heard.named("listen.connected") == heard.named("listen.lost") == []
+
+
+async def test_a_pooler_that_hides_what_it_does_is_found_out_by_the_message_that_does_not_arrive(
+    pooled_url: str, producer: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wakeup, "_LOOKS", 0)
+    monkeypatch.setattr(wakeup, "_FIRST_ANSWER_LIMIT", 0.5)
+    often = timedelta(seconds=0.2)
+    async with working(shop.jobs, pooled_url, poll_interval=often) as (_, heard):
+        told = await heard.event("listen.unavailable")
+        put(producer, shop.note, 1)
+        await heard.settled(1)
+
+    assert str(told.fields["reason"]).startswith("notifications do not arrive")
+    assert heard.named("listen.connected") == []
 
 
 async def test_a_worker_process_takes_the_listen_url_as_a_flag_and_from_its_environment(
