@@ -100,6 +100,7 @@ class JobMixin:
         created_at: Mapped[datetime]
         started_at: Mapped[datetime | None]
         finished_at: Mapped[datetime | None]
+        __mapper_args__: Any
     else:
         # insert_sentinel: with the composite primary key, 2,500 adds would be 2,500 INSERTs without it
         id = mapped_column(BigInteger, Identity(), primary_key=True, insert_sentinel=True)
@@ -179,10 +180,41 @@ def _complete(mapper: Mapper[Any], cls: type) -> None:
             f"table name {jobs.name!r} is longer than {_LONGEST_NAME} bytes: names of its satellites and "
             "indexes would pass PostgreSQL's 63"
         )
+    _check_columns(jobs, cls)
     _constrain(jobs)
     _index(jobs)
     schema.attach(jobs)
     _known[jobs] = _satellites(jobs)
+
+
+@event.listens_for(JobMixin, "after_mapper_constructed", propagate=True)
+def _check_key(mapper: Mapper[Any], cls: type) -> None:
+    """A user's own __mapper_args__ takes the place of ours, and `session.get(Job, id)` would be broken."""
+    keys = tuple(column.key for column in mapper.primary_key)
+    if mapper.inherits is None and keys != ("id",):
+        raise ConfigurationError(
+            f"the mapper key of {cls.__name__} is {keys}, not id: start its __mapper_args__ with "
+            "**JobMixin.__mapper_args__"
+        )
+
+
+def _check_columns(jobs: Table, cls: type) -> None:
+    """Ours are there as we declare them, and every row may be written without the user's."""
+    ours = own_columns()
+    for name in ours:
+        declared: Any = vars(JobMixin)[name].column.type
+        if name not in jobs.c or not isinstance(jobs.c[name].type, type(declared)):
+            raise ConfigurationError(
+                f"{name!r} of {cls.__name__} is a column of JobMixin, which every statement relies on: give "
+                "yours another name"
+            )
+    for column in jobs.c:
+        optional = column.nullable or column.server_default is not None or column.identity is not None
+        if column.name not in ours and not optional:
+            raise ConfigurationError(
+                f"column {column.name!r} of {cls.__name__} has no server_default and must not be null: a plain "
+                "INSERT of a job would fail; make it nullable, or give it a server_default"
+            )
 
 
 def _constrain(jobs: Table) -> None:

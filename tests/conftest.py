@@ -1,6 +1,6 @@
 """One private PostgreSQL for the whole run, a fresh database from a template for every test that asks.
 
-SQLA_JOBS_PG_BIN chooses the binaries. A DATABASE_URL of the environment is never used.
+SQLA_JOBS_PG_BIN chooses the binaries; with SQLA_JOBS_REQUIRE_PGBOUNCER a missing pgbouncer is a failure. A DATABASE_URL of the environment is never used.
 """
 
 import os
@@ -17,7 +17,8 @@ from sqla_jobs.embedded import EmbeddedPostgres
 
 _numbers = count(1)
 
-for name in [name for name in os.environ if name.startswith("SQLA_JOBS_") and name != "SQLA_JOBS_PG_BIN"]:
+_KEPT = {"SQLA_JOBS_PG_BIN", "SQLA_JOBS_REQUIRE_PGBOUNCER"}
+for name in [name for name in os.environ if name.startswith("SQLA_JOBS_") and name not in _KEPT]:
     del os.environ[name]
 for name in ("DATABASE_URL", "QUEUE_NAME", "WORKER_CONCURRENCY"):
     os.environ.pop(name, None)

@@ -13,6 +13,8 @@ _RETRYABLE = frozenset({"40001", "40P01", "55P03"})
 #: 42P05 duplicate_prepared_statement, 26000 invalid_sql_statement_name: a pooler has put another backend
 #: behind the connection than the one where the driver prepared its statement. It did nothing either.
 _CONFUSED = frozenset({"42P05", "26000"})
+#: 08 connection exception, 53 insufficient resources, 57P0x shutdown, crash, start-up, database dropped.
+_UNREACHABLE = ("08", "53", "57P0")
 #: 25006 read_only_sql_transaction: the old primary after a failover. Held, the connection would stay there.
 _READ_ONLY = "25006"
 
@@ -44,9 +46,10 @@ def is_read_only(error: BaseException) -> bool:
 
 def is_lost(error: BaseException) -> bool:
     """Whether the connection is of no use: the server may or may not have done what was asked."""
-    if not isinstance(error, DBAPIError):
-        return isinstance(error, OSError)
     state = sqlstate_of(error)
+    if not isinstance(error, DBAPIError):
+        # SQLAlchemy 2.0 passes on what asyncpg raises while connecting
+        return isinstance(error, OSError) or (state or "").startswith(_UNREACHABLE)
     if state is None:  # not from the server: the socket broke, or the driver refuses a value
         return error.connection_invalidated or isinstance(error, (OperationalError, InterfaceError))
     # 08 connection exception, 57P0x shutdown, crash, database dropped
@@ -55,7 +58,7 @@ def is_lost(error: BaseException) -> bool:
 
 def is_refused(error: BaseException) -> bool:
     """Of an error while connecting: whether it is the network's or the server's, so that it may pass."""
-    return isinstance(error, (DBAPIError, OSError))
+    return isinstance(error, (DBAPIError, OSError)) or is_lost(error)
 
 
 def brief(error: BaseException) -> str:
