@@ -212,8 +212,8 @@ def _check_columns(jobs: Table, cls: type) -> None:
         optional = column.nullable or column.server_default is not None or column.identity is not None
         if column.name not in ours and not optional:
             raise ConfigurationError(
-                f"column {column.name!r} of {cls.__name__} has no server_default and must not be null: a plain "
-                "INSERT of a job would fail; make it nullable, or give it a server_default"
+                f"column {column.name!r} of {cls.__name__} has no server_default and must not be null, so a "
+                "plain INSERT of a job would fail: make it nullable, or give it a server_default"
             )
 
 

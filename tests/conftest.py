@@ -1,6 +1,7 @@
 """One private PostgreSQL for the whole run, a fresh database from a template for every test that asks.
 
-SQLA_JOBS_PG_BIN chooses the binaries; with SQLA_JOBS_REQUIRE_PGBOUNCER a missing pgbouncer is a failure. A DATABASE_URL of the environment is never used.
+SQLA_JOBS_PG_BIN chooses the binaries; with SQLA_JOBS_REQUIRE_PGBOUNCER a missing pgbouncer fails.
+A DATABASE_URL of the environment is never used.
 """
 
 import os

@@ -171,7 +171,7 @@ def candidates(
 def rescue(connection: Connection, *, delay: timedelta | None = timedelta(0)) -> list[Entry]:
     """Both steps at once."""
     found = candidates(connection, delay=delay)
-    return settle_expired(connection, TABLES, found, retention=KEEP) if found else []
+    return settle_expired(connection, TABLES, found, retention=KEEP).written if found else []
 
 
 def judged(outcome: Outcome, *, attempt: int = 1, max_attempts: int = 20) -> Verdict:

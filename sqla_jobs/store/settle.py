@@ -34,13 +34,12 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 
 from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import JobStatus, Verdict
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.models import Tables
-from sqla_jobs.store.door import brief, sqlstate_of
+from sqla_jobs.store.door import brief, is_rows_fault
 from sqla_jobs.store.parts import (
     CLOCK,
     IDS,
@@ -296,13 +295,20 @@ def settle(
 
 
 def _settle_in_place(
-    connection: Connection, tables: Tables, entry: Entry, error: str, settled: Settled, retention: Retention
+    connection: Connection,
+    tables: Tables,
+    entry: Entry,
+    error: str,
+    settled: Settled,
+    retention: Retention,
+    *,
+    expired: bool = False,
 ) -> None:
-    """What could not be archived stays in the jobs table; what cannot be written at all is refused."""
-    if entry[1].status not in (JobStatus.DONE, JobStatus.CANCELLED):
-        settled.refused.append((entry, error))
-        return
-    statement = mixed_statement(tables, expired=False, wait=False, in_place=True)
+    """What could not be archived stays in the jobs table; what cannot be written at all is refused.
+
+    Tried for every verdict: a cancel request, known to the database alone, may have made it final.
+    """
+    statement = mixed_statement(tables, expired=expired, wait=False, in_place=True)
     for _, ids, refusal in _written(connection, statement, [entry], retention, simple=False):
         if refusal is not None:
             settled.refused.append((entry, refusal))
@@ -329,17 +335,21 @@ def settle_within(connection: Connection, tables: Tables, entry: Entry, *, reten
 
 def settle_expired(
     connection: Connection, tables: Tables, entries: Sequence[Entry], *, retention: Retention
-) -> list[Entry]:
-    """Write verdicts on leases of other workers that have run out; returns those that still had.
+) -> Settled:
+    """Write verdicts on leases of other workers that have run out; for AUTOCOMMIT.
 
-    All entries are of one queue. A worker that settled in the last moment wins.
+    All entries are of one queue. A worker that settled in the last moment wins: what it wrote is neither
+    written nor refused here. What cannot be archived ends in place, as in `settle`.
     """
-    rescued: list[Entry] = []
+    settled = Settled()
     statement = mixed_statement(tables, expired=True, wait=False)
-    for part, ids, _ in _written(connection, statement, entries, retention, simple=False):
+    for part, ids, error in _written(connection, statement, entries, retention, simple=False):
+        if error is not None:
+            _settle_in_place(connection, tables, part[0], error, settled, retention, expired=True)
+            continue
         found = set(ids or ())
-        rescued += [entry for entry in part if entry[0].id in found]
-    return rescued
+        settled.written += [entry for entry in part if entry[0].id in found]
+    return settled
 
 
 def _is_simple(verdict: Verdict) -> bool:
@@ -358,7 +368,7 @@ def _written(
     try:
         ids = connection.scalar(statement, _parameters(entries, retention, simple=simple))
     except Exception as error:
-        if not _is_rows_fault(error):
+        if not is_rows_fault(error):
             raise
         if len(entries) == 1:
             return [(entries, None, brief(error))]
@@ -368,19 +378,6 @@ def _written(
             *_written(connection, statement, entries[half:], retention, simple=simple),
         ]
     return [(entries, ids, None)]
-
-
-def _is_rows_fault(error: Exception) -> bool:
-    """Whether one row's values are to blame: then the others must not suffer.
-
-    Data (22), integrity (23), limits (54), what a user's trigger raises (P0), and values that the driver
-    cannot adapt. Not what fails for every row alike (privileges, a missing table, a full disk): that is
-    tried again, whole.
-    """
-    if not isinstance(error, DBAPIError):
-        return not isinstance(error, SQLAlchemyError)
-    state = sqlstate_of(error)
-    return isinstance(error, DataError) if state is None else state[:2] in {"22", "23", "54", "P0"}
 
 
 def _parameters(entries: Sequence[Entry], retention: Retention, *, simple: bool) -> dict[str, object]:

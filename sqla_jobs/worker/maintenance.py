@@ -20,7 +20,7 @@ from sqla_jobs.events import Events
 from sqla_jobs.store.archive import purge
 from sqla_jobs.store.door import brief
 from sqla_jobs.store.rescue import ExpiredLease, cancel_expired, expired_leases
-from sqla_jobs.store.settle import Entry, settle_expired
+from sqla_jobs.store.settle import Entry, Settled, settle_expired
 from sqla_jobs.tasks import Jobs
 
 __all__ = ["Maintenance"]
@@ -72,11 +72,16 @@ class Maintenance:
         if not expired:
             return
         entries = [self._judged(each) for each in expired]
-        rescued = await self._on_lane(
+        settled: Settled = await self._on_lane(
             partial(settle_expired, tables=tables, entries=entries, retention=self._jobs.retention)
         )
-        if rescued:
-            self._events.emit("job.rescued", jobs=rescued)
+        if settled.written:
+            self._events.emit("job.rescued", jobs=settled.written)
+        kinds = {each.lease: each.kind for each in expired}
+        for (lease, _), error in settled.kept:
+            self._events.emit("archive.refused", job=lease.id, queue=queue, kind=kinds[lease], error=error)
+        for (lease, _), error in settled.refused:
+            self._events.emit("outcome.refused", job=lease.id, queue=queue, kind=kinds[lease], error=error)
 
     def _judged(self, expired: ExpiredLease) -> Entry:
         """A crash waits like a failure: what killed a worker must not kill the next at once."""

@@ -260,7 +260,7 @@ def test_a_rescue_loses_against_a_settle_that_came_in_between(
     assert written(a, (lease, verdict)).written
     before = everything(b)
 
-    rescued = settle_expired(b, TABLES, found, retention=KEEP)
+    rescued = settle_expired(b, TABLES, found, retention=KEEP).written
 
     assert rescued == []
     assert everything(b) == before
@@ -274,7 +274,7 @@ def test_a_rescue_loses_against_a_lease_prolonged_in_between(a: Connection, b: C
     assert prolong(a, TABLES, [lease], lease=LEASE).kept == [lease]
     before = everything(b)
 
-    rescued = settle_expired(b, TABLES, found, retention=KEEP)
+    rescued = settle_expired(b, TABLES, found, retention=KEEP).written
 
     assert len(found) == 1
     assert rescued == []
@@ -291,7 +291,7 @@ def test_a_slow_rescuer_does_not_end_an_attempt_that_began_after_its_look(
     expire(a, take_one(a, "A"))  # the second attempt has run out too, and yet it is not the one seen
     before = everything(b)
 
-    rescued = settle_expired(b, TABLES, found, retention=KEEP)
+    rescued = settle_expired(b, TABLES, found, retention=KEEP).written
 
     assert rescued == []
     assert everything(b) == before
@@ -304,7 +304,7 @@ def test_after_a_restore_a_rescuer_ends_only_the_attempt_of_the_owner_it_saw(a: 
     run(a, "UPDATE background_jobs SET locked_by = 'B'")  # the same token, given out once more
     before = everything(a)
 
-    assert settle_expired(a, TABLES, found, retention=KEEP) == []
+    assert settle_expired(a, TABLES, found, retention=KEEP).written == []
     assert everything(a) == before
 
 
@@ -315,7 +315,7 @@ def test_a_rescuer_leaves_a_job_that_somebody_set_back_by_hand(a: Connection) ->
     run(a, "UPDATE background_jobs SET status = 'ready'")
     before = everything(a)
 
-    assert settle_expired(a, TABLES, found, retention=KEEP) == []
+    assert settle_expired(a, TABLES, found, retention=KEEP).written == []
     assert everything(a) == before
 
 
@@ -327,7 +327,7 @@ def test_a_rescuer_ends_nothing_in_another_queue(a: Connection) -> None:
 
     lost = (lease._replace(queue="default"), judged(Lost("A", timedelta(0))))
 
-    assert settle_expired(a, TABLES, [lost], retention=KEEP) == []
+    assert settle_expired(a, TABLES, [lost], retention=KEEP).written == []
     assert everything(a) == before
 
 
@@ -345,9 +345,9 @@ def test_of_two_rescuers_that_saw_the_same_lease_one_wins(a: Connection, b: Conn
     expire(a, take_one(a, "A"))
     first, second = candidates(a), candidates(b)
 
-    assert settle_expired(a, TABLES, first, retention=KEEP) == first
+    assert settle_expired(a, TABLES, first, retention=KEEP).written == first
     before = alive(b, job)
-    assert settle_expired(b, TABLES, second, retention=KEEP) == []
+    assert settle_expired(b, TABLES, second, retention=KEEP).written == []
     assert alive(b, job) == before
 
 

@@ -22,7 +22,7 @@ from sqla_jobs.store.archive import purge_statement
 from sqla_jobs.store.claim import claim_statement, next_due_statement, release_unknown_statement
 from sqla_jobs.store.find import find_statement
 from sqla_jobs.store.lease import ours_statement, prolong_statement
-from sqla_jobs.store.rescue import cancel_expired_statement, expired_leases_statement
+from sqla_jobs.store.rescue import cancel_late_statement, expired_leases_statement, late_statement
 from sqla_jobs.store.settle import done_statement, look_statement, mixed_statement
 
 JOBS = "background_jobs"
@@ -101,7 +101,8 @@ STATEMENTS: dict[str, tuple[Executable, dict[str, Any], set[str]]] = {
     "ours": (ours_statement(TABLES.jobs), BATCH, FENCED),
     "expired leases": (expired_leases_statement(TABLES.jobs), BATCH | {"limit": 500}, {"running_idx"}),
     "release unknown": (release_unknown_statement(TABLES.jobs), BATCH, {"running_idx", "pkey"}),
-    "cancel expired": (cancel_expired_statement(TABLES), BATCH | {"limit": 500}, {"expiry_idx", "pkey"}),
+    "late": (late_statement(TABLES.jobs), {"q": "default", "limit": 500}, {"expiry_idx"}),
+    "cancel late": (cancel_late_statement(TABLES), BATCH, {"expiry_idx", "pkey"}),
     "find": (find_statement(TABLES), {"id": 4711}, {"pkey"}),
     "purge failed": (purge_statement(TABLES.jobs, JobStatus.FAILED), WEEK, {"failed_idx", "pkey"}),
 }
@@ -200,7 +201,7 @@ def test_no_statement_of_the_hot_path_reads_the_whole_table(
 
 
 @either
-@pytest.mark.parametrize("name", ["settle done", "settle mixed", "look", "find", "cancel expired"])
+@pytest.mark.parametrize("name", ["settle done", "settle mixed", "look", "find", "cancel late"])
 def test_no_statement_of_the_hot_path_reads_the_whole_archive(
     full: Connection, name: str, generic: bool
 ) -> None:

@@ -159,7 +159,7 @@ def test_one_candidate_that_was_settled_meanwhile_does_not_keep_the_others(a: Co
     found = candidates(a)
     written(a, (leases[1], judged(Released())))
 
-    rescued = settle_expired(a, TABLES, found, retention=KEEP)
+    rescued = settle_expired(a, TABLES, found, retention=KEEP).written
 
     assert [lease for lease, _ in rescued] == [leases[0], leases[2]]
 

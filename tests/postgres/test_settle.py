@@ -443,7 +443,7 @@ def test_a_rescue_of_many_does_not_fail_for_one_refused_value(a: Connection) -> 
     bad = judged(Lost("A", timedelta.max))
     entries = [(lease, bad if lease is leases[3] else judged(Lost("A", SECOND))) for lease in leases]
 
-    rescued = settle_expired(a, TABLES, entries, retention=KEEP)
+    rescued = settle_expired(a, TABLES, entries, retention=KEEP).written
 
     assert rescued == [entry for entry in entries if entry[0] is not leases[3]]
 

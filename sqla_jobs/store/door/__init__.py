@@ -14,6 +14,7 @@ from sqla_jobs.store.door.faults import (
     is_lost,
     is_read_only,
     is_retryable,
+    is_rows_fault,
     sqlstate_of,
 )
 from sqla_jobs.store.door.lanes import Lane, SyncLane, Verb, lane_on
@@ -30,6 +31,7 @@ __all__ = [
     "is_lost",
     "is_read_only",
     "is_retryable",
+    "is_rows_fault",
     "lane_on",
     "sqlstate_of",
     "unprepare",

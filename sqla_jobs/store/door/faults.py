@@ -3,9 +3,18 @@
 Judges by SQLSTATE (manual, appendix A), whatever the driver. Does nothing about it.
 """
 
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 
-__all__ = ["brief", "is_confused", "is_lost", "is_read_only", "is_refused", "is_retryable", "sqlstate_of"]
+__all__ = [
+    "brief",
+    "is_confused",
+    "is_lost",
+    "is_read_only",
+    "is_refused",
+    "is_retryable",
+    "is_rows_fault",
+    "sqlstate_of",
+]
 
 #: 40001 serialization_failure, 40P01 deadlock_detected, 55P03 lock_not_available: the statement did
 #: nothing and may simply run again.
@@ -59,6 +68,19 @@ def is_lost(error: BaseException) -> bool:
 def is_refused(error: BaseException) -> bool:
     """Of an error while connecting: whether it is the network's or the server's, so that it may pass."""
     return isinstance(error, (DBAPIError, OSError)) or is_lost(error)
+
+
+def is_rows_fault(error: Exception) -> bool:
+    """Whether one row's values are to blame: then the others must not suffer.
+
+    Data (22), integrity (23), limits (54), what a user's trigger raises (P0), and values that the driver
+    cannot adapt. Not what fails for every row alike (privileges, a missing table, a full disk): that is
+    tried again, whole.
+    """
+    if not isinstance(error, DBAPIError):
+        return not isinstance(error, SQLAlchemyError)
+    state = sqlstate_of(error)
+    return isinstance(error, DataError) if state is None else state[:2] in {"22", "23", "54", "P0"}
 
 
 def brief(error: BaseException) -> str:

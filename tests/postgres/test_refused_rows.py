@@ -1,0 +1,124 @@
+"""One row that the database refuses to let go costs itself alone: at a settle, a rescue and an expiry."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from shop import Job
+from sqlalchemy import Connection, Engine, text
+from steps import KEEP, TABLES, ask, autocommit, candidates, claimed, expire, put_many, run
+from workers import until_row, working
+
+from sqla_jobs.core.lifecycle import JobStatus
+from sqla_jobs.store.rescue import cancel_expired
+from sqla_jobs.store.settle import settle_expired
+from sqla_jobs.tasks import Jobs
+
+#: A user's table points at a job: it cannot leave the jobs table.
+FOREIGN_KEY = (
+    "CREATE TABLE notes (job bigint, queue text, FOREIGN KEY (job, queue) REFERENCES background_jobs)",
+    "INSERT INTO notes SELECT id, queue FROM background_jobs WHERE id = 3",
+)
+#: A user's trigger on the archive refuses it.
+ARCHIVE = (
+    (
+        "CREATE FUNCTION no() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN IF NEW.id = 3 THEN RAISE EXCEPTION 'not this one'; END IF; RETURN NEW; END $$"
+    ),
+    "CREATE TRIGGER no BEFORE INSERT ON background_jobs_archive FOR EACH ROW EXECUTE FUNCTION no()",
+)
+#: Another lets nobody change the row at all.
+FROZEN = (
+    (
+        "CREATE FUNCTION never() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN IF OLD.id = 3 THEN RAISE EXCEPTION 'never'; END IF; RETURN coalesce(NEW, OLD); END $$"
+    ),
+    "CREATE TRIGGER never BEFORE UPDATE OR DELETE ON background_jobs FOR EACH ROW EXECUTE FUNCTION never()",
+)
+
+
+@pytest.fixture
+def own(engine: Engine) -> Iterator[Connection]:
+    """A database that the test may alter."""
+    with autocommit(engine) as connection:
+        yield connection
+
+
+def refuse(connection: Connection, statements: tuple[str, ...]) -> None:
+    for statement in statements:
+        run(connection, statement)
+
+
+def statuses(connection: Connection) -> dict[int, str]:
+    found = connection.execute(
+        text(
+            "SELECT id, status FROM background_jobs UNION ALL SELECT id, status FROM background_jobs_archive"
+        )
+    )
+    return {id_: status for id_, status in found}  # noqa: C416
+
+
+@pytest.mark.parametrize("refusal", [FOREIGN_KEY, ARCHIVE], ids=["foreign key", "archive"])
+def test_a_rescued_row_that_cannot_be_archived_is_cancelled_in_place(
+    own: Connection, refusal: tuple[str, ...]
+) -> None:
+    put_many(own, 5)
+    leases = [job.lease for job in claimed(own, limit=5)]
+    run(own, "UPDATE background_jobs SET cancel_requested_at = now()")
+    refuse(own, refusal)
+    expire(own, *leases)
+
+    settled = settle_expired(own, TABLES, candidates(own), retention=KEEP)
+
+    assert sorted(lease.id for lease, _ in settled.written) == [1, 2, 3, 4, 5]
+    assert [lease.id for (lease, _), _ in settled.kept] == [3]
+    assert statuses(own) == dict.fromkeys(range(1, 6), "cancelled")
+    assert ask(own, "SELECT status FROM background_jobs") == "cancelled"
+
+
+def test_a_row_that_cannot_be_written_at_all_comes_back_and_the_others_are_rescued(own: Connection) -> None:
+    put_many(own, 5)
+    leases = [job.lease for job in claimed(own, limit=5)]
+    expire(own, *leases)
+    refuse(own, FROZEN)
+
+    settled = settle_expired(own, TABLES, candidates(own), retention=KEEP)
+
+    assert [lease.id for (lease, _), _ in settled.refused] == [3]
+    assert "never" in settled.refused[0][1]
+    assert statuses(own) == {1: "ready", 2: "ready", 3: "running", 4: "ready", 5: "ready"}
+
+
+@pytest.mark.parametrize("refusal", [FOREIGN_KEY, ARCHIVE], ids=["foreign key", "archive"])
+def test_an_expired_row_that_cannot_be_archived_is_cancelled_in_place(
+    own: Connection, refusal: tuple[str, ...]
+) -> None:
+    put_many(own, 5)
+    run(own, "UPDATE background_jobs SET expires_at = now() - interval '1 second'")
+    refuse(own, refusal)
+
+    ids = cancel_expired(own, TABLES, queue="default", retention=KEEP)
+
+    assert sorted(ids) == [1, 2, 3, 4, 5]
+    assert statuses(own) == dict.fromkeys(range(1, 6), "cancelled")
+    assert own.execute(text("SELECT id, last_error FROM background_jobs")).all() == [(3, "expired")]
+
+
+async def test_a_worker_tells_what_it_could_not_rescue(
+    engine: Engine, database_url: str, own: Connection
+) -> None:
+    jobs = Jobs(Job)
+
+    @jobs.task(name="noop")
+    def noop() -> None: ...
+
+    put_many(own, 3)
+    expire(own, *[job.lease for job in claimed(own, limit=3)])
+    refuse(own, FROZEN)
+
+    async with working(jobs, database_url, lease=timedelta(seconds=2)) as (_, heard):
+        event = await heard.event("outcome.refused")
+        await until_row(engine, "SELECT 1 FROM background_jobs_archive HAVING count(*) = 2", patience=30)
+
+    assert (event.fields["job"], event.fields["kind"]) == (3, "noop")
+    assert statuses(own)[3] == JobStatus.RUNNING
