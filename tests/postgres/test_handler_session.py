@@ -266,8 +266,7 @@ async def test_an_untouched_session_takes_no_connection(
         async def in_loop(ctx: AsyncJobContext) -> None:
             _ = ctx.session
             started.set()
-            while not go_on.is_set():
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(go_on.wait, 20)
 
     put(engine, jobs.tasks["job"])
 

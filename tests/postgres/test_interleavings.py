@@ -1,0 +1,306 @@
+"""Interleavings that are written down: who does what in which order, and what must hold afterwards.
+
+Numbers are those of the review that asked for them. Others of the same list: 13 and 14 in test_settle.py
+(one row held by somebody, a value that is refused), 24 and the fence in test_fence.py.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from proxy import Proxy
+from shop import Base, Job
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.orm import Session
+from steps import (
+    KEEP,
+    LEASE,
+    TABLES,
+    ask,
+    autocommit,
+    backend,
+    candidates,
+    judged,
+    meanwhile,
+    put,
+    put_many,
+    run,
+    take,
+    written,
+)
+from workers import rows, until_row, working
+
+from sqla_jobs.core.leases import Lease
+from sqla_jobs.core.lifecycle import DONE, JobStatus, Raised
+from sqla_jobs.core.retry import Retry
+from sqla_jobs.embedded import EmbeddedPostgres
+from sqla_jobs.store.claim import claim, claim_statement
+from sqla_jobs.store.lease import prolong
+from sqla_jobs.store.settle import settle_expired
+from sqla_jobs.tasks import Jobs, enqueue
+
+# -- 12: an answer is lost, and the outcome is recorded once
+
+
+@pytest.fixture(scope="module")
+def tcp_server() -> Iterator[EmbeddedPostgres]:
+    """A server that a proxy can reach."""
+    with EmbeddedPostgres(durable=False, port=0) as running:
+        yield running
+
+
+@pytest.fixture
+def tcp_engine(tcp_server: EmbeddedPostgres) -> Iterator[Engine]:
+    engine = create_engine(make_url(tcp_server.tcp_url()).set(drivername="postgresql+psycopg"))
+    Base.metadata.create_all(engine)
+    yield engine
+    Base.metadata.drop_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def proxied(tcp_engine: Engine, tcp_server: EmbeddedPostgres) -> Iterator[Proxy]:
+    with Proxy(tcp_server.tcp_url()) as proxy:
+        yield proxy
+
+
+async def test_12_a_settle_whose_answer_is_lost_is_recorded_once_and_nothing_is_stale(
+    tcp_engine: Engine, proxied: Proxy
+) -> None:
+    jobs = Jobs(Job)
+    ran: list[int] = []
+
+    @jobs.task(name="job", retry=Retry(delay=timedelta(0)))
+    async def job(number: int) -> None:
+        ran.append(number)
+        if number == 0:
+            proxied.become("deaf")  # requests arrive, answers do not
+
+    with Session(tcp_engine) as session, session.begin():
+        for number in range(5):
+            enqueue(session, job, number)
+    url = proxied.url.render_as_string(hide_password=False)
+    async with working(jobs, url, lease=timedelta(seconds=8)) as (_, heard):
+        await until_row(
+            tcp_engine, "SELECT 1 FROM background_jobs_archive"
+        )  # it was written, nobody was told
+        await heard.event("database.error")
+        proxied.become("pass")
+        await heard.settled(5)
+
+    assert sorted(ran) == [0, 1, 2, 3, 4]
+    assert rows(
+        tcp_engine, "SELECT status, attempts, count(*) FROM background_jobs_archive GROUP BY 1, 2"
+    ) == [("done", 1, 5)]
+    assert heard.named("lease.lost") == []
+
+
+async def test_12_a_claim_whose_answer_is_lost_gives_its_jobs_back_with_their_attempt(
+    tcp_engine: Engine, proxied: Proxy
+) -> None:
+    jobs = Jobs(Job)
+
+    @jobs.task(name="job")
+    async def job() -> None: ...
+
+    claims: list[str] = []
+
+    def before(connection: Connection, cursor: Any, statement: str, *_: Any) -> None:
+        if "SET status='running'" in statement and not claims:
+            claims.append(statement)
+            proxied.become("deaf")  # it goes out, and its answer never comes in
+
+    own = create_engine(proxied.url)
+    event.listen(own, "before_cursor_execute", before)
+    with Session(tcp_engine) as session, session.begin():
+        enqueue(session, job)
+    async with working(jobs, "", engine=own, lease=timedelta(seconds=30), listen=False) as (_, heard):
+        await until_row(tcp_engine, "SELECT 1 FROM background_jobs WHERE status = 'running'")
+        await heard.event("database.error")
+        proxied.become("pass")
+        assert await heard.settled(1) == [JobStatus.DONE]
+    own.dispose()
+
+    assert rows(tcp_engine, "SELECT attempts FROM background_jobs_archive") == [(1,)]
+    assert [each.fields["jobs"] for each in heard.named("job.released")] == [1]
+
+
+# -- 15: settle against prolong against rescue against cancel, in opposite orders
+
+
+@contextmanager
+def without_deadlocks(engine: Engine) -> Iterator[None]:
+    """The server counts them."""
+
+    def counted() -> Any:
+        with autocommit(engine) as connection:
+            ask(connection, "SELECT pg_stat_clear_snapshot()")
+            return ask(
+                connection, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
+            )
+
+    before = counted()
+    yield
+    assert counted() == before
+
+
+def fight(engine: Engine, seconds: float) -> dict[str, int]:
+    """Four kinds of writers over the same 400 rows, each in an order of its own, until the time is over."""
+    with autocommit(engine) as connection:
+        run(connection, "TRUNCATE background_jobs, background_jobs_archive")
+        put_many(connection, 400)
+        leases = take(connection, limit=400)
+    ends = time.monotonic() + seconds
+    done = {"settle": 0, "prolong": 0, "rescue": 0, "cancel": 0}
+
+    def settles(connection: Connection, mine: list[Lease]) -> None:
+        some = mine[: len(mine) // 2]
+        written(connection, *[(lease, judged(Raised("again", timedelta(0)))) for lease in some])
+        claim(connection, TABLES, queue="default", owner="A", limit=400, lease=LEASE)
+
+    def prolongs(connection: Connection, mine: list[Lease]) -> None:
+        prolong(connection, TABLES, mine, lease=LEASE)
+
+    def rescues(connection: Connection, mine: list[Lease]) -> None:
+        run(
+            connection,
+            "UPDATE background_jobs SET locked_until = now() - interval '1 s' WHERE id = :id",
+            id=mine[0].id,
+        )
+        found = candidates(connection)
+        if found:
+            settle_expired(connection, TABLES, found, retention=KEEP)
+
+    def cancels(connection: Connection, mine: list[Lease]) -> None:
+        run(
+            connection,
+            "UPDATE background_jobs SET cancel_requested_at = NULL WHERE id = :id",
+            id=mine[-1].id,
+        )
+
+    def work(name: str, verb: Callable[[Connection, list[Lease]], None], backwards: bool) -> None:
+        mine = list(reversed(leases)) if backwards else list(leases)
+        with autocommit(engine) as connection:
+            while time.monotonic() < ends:
+                random.shuffle(mine)
+                verb(connection, mine)
+                done[name] += 1
+
+    verbs = {"settle": settles, "prolong": prolongs, "rescue": rescues, "cancel": cancels}
+    with ThreadPoolExecutor(8) as pool:
+        futures = [
+            pool.submit(work, name, verb, backwards)
+            for name, verb in verbs.items()
+            for backwards in (False, True)
+        ]
+        for future in futures:
+            future.result(seconds + 60)
+    return done
+
+
+def test_15_writers_of_every_kind_in_opposite_orders_do_not_deadlock(clean: Engine) -> None:
+    with without_deadlocks(clean):
+        done = fight(clean, 3.0)
+
+    assert min(done.values()) > 3, done
+
+
+@pytest.mark.full
+def test_15_for_a_minute(clean: Engine) -> None:
+    with without_deadlocks(clean):
+        fight(clean, 60.0)
+
+
+# -- 25: a transaction that has been open for long
+
+
+@pytest.mark.parametrize("delay", [timedelta(0), timedelta(seconds=20)])
+def test_25_a_delay_counts_from_the_call_in_a_transaction_open_for_long(
+    clean: Engine, a: Connection, delay: timedelta
+) -> None:
+    jobs = Jobs(Job)
+
+    @jobs.task(name="job")
+    def job() -> None: ...
+
+    with Session(clean) as session, session.begin():
+        session.execute(text("SELECT pg_sleep(1.5)"))
+        enqueue(session, job.using(delay=delay) if delay else job)
+        session.flush()
+        moment = ask(a, "SELECT clock_timestamp()")
+
+    due, created = a.execute(text("SELECT run_at, created_at FROM background_jobs")).one()
+    assert abs((due - moment - delay).total_seconds()) < 0.5
+    assert abs((created - moment).total_seconds()) < 0.5
+
+
+def test_25_a_lease_counts_from_its_statement_in_a_transaction_open_for_long(
+    clean: Engine, a: Connection
+) -> None:
+    put(a)
+    with clean.begin() as connection:
+        connection.execute(text("SELECT pg_sleep(1.5)"))
+        [job] = claim(connection, TABLES, queue="default", owner="A", limit=1, lease=LEASE)
+        until_, now = connection.execute(
+            text("SELECT locked_until, clock_timestamp() FROM background_jobs WHERE id = :id"),
+            {"id": job.lease.id},
+        ).one()
+        early = (now + LEASE - until_).total_seconds()
+        connection.execute(text("SELECT pg_sleep(1.5)"))
+        prolong(connection, TABLES, [job.lease], lease=LEASE)
+        again = connection.scalar(text("SELECT locked_until - clock_timestamp() FROM background_jobs"))
+
+    assert early < 0.5
+    assert again > LEASE - timedelta(seconds=0.5)
+
+
+# -- 27: a job changes its queue between the snapshot of a claim and its lock
+
+
+def test_27_a_job_that_moved_to_another_queue_meanwhile_is_not_claimed_from_the_old_one(
+    clean: Engine, a: Connection, b: Connection
+) -> None:
+    moved, stays = put(a), put(a)
+    compiled = claim_statement(TABLES.jobs).compile(clean)
+    condition = "WHERE background_jobs.queue = "
+    head, found, tail = str(compiled).partition(
+        f"SELECT background_jobs.id \nFROM background_jobs \n{condition}"
+    )
+    assert found
+    # evaluated once, at the start of the scan: the snapshot is taken, no row is locked yet
+    slow = f"{head}{found.replace('WHERE', 'WHERE (SELECT pg_sleep(1)) IS NOT NULL AND')}{tail}"
+    values = {"q": "default", "owner": "A", "limit": 10, "lease": LEASE, "prefetch": False}
+    asleep = "SELECT count(*) FROM pg_stat_activity WHERE pid = :pid AND wait_event = 'PgSleep'"
+    pid = backend(a)
+
+    def late_claim() -> list[int]:
+        return [row[0] for row in a.exec_driver_sql(slow, compiled.construct_params(values))]
+
+    with meanwhile(late_claim) as claimed:
+        while not ask(b, asleep, pid=pid):
+            threading.Event().wait(0.005)
+        run(b, "UPDATE background_jobs SET queue = 'other' WHERE id = :id", id=moved)
+
+    assert claimed.result() == [stays]
+    assert [lease.id for lease in take(b, queue="other")] == [moved]
+    assert ask(b, "SELECT attempts FROM background_jobs WHERE id = :id", id=moved) == 1
+
+
+def test_27_the_end_of_a_job_whose_queue_was_changed_while_it_ran_is_stale(
+    a: Connection, b: Connection
+) -> None:
+    """The queue is a part of the proof: who moves a running job takes it away."""
+    put(a)
+    [lease] = take(a)
+    run(b, "UPDATE background_jobs SET queue = 'other'")
+
+    settled = written(a, (lease, DONE))
+
+    assert settled.stale == [(lease, DONE)]
+    assert ask(b, "SELECT status FROM background_jobs") == "running"
