@@ -4,7 +4,7 @@
 BIN := .venv/bin
 GATE := .ci/run
 
-.PHONY: help venv format lint types layers test test-15 check wheel ci full bench clean
+.PHONY: help venv format lint types layers test test-15 check wheel ci mutants full bench clean
 
 help: ## print this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | \
@@ -41,7 +41,11 @@ wheel: ## build dist/*, install the wheel elsewhere and run it
 ci: ## the gate, all of it
 	@$(GATE)
 
-full: ci bench ## the gate, the benchmarks, the suite on every newer Python found
+mutants: ## break the lines that keep the guarantees, one by one: each must turn a test red
+	$(BIN)/python tests/mutants/run.py
+
+full: ci mutants bench ## the gate, mutants, benchmarks, the long tests, the suite on every newer Python found
+	$(BIN)/pytest -m full
 	@for version in 3.12 3.13 3.14; do \
 		python$$version -c 'import venv, ensurepip' 2>/dev/null || { echo "no python$$version here"; continue; }; \
 		echo "== the suite on Python $$version"; \
