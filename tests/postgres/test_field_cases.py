@@ -223,7 +223,7 @@ async def test_b51_b52_workers_on_engines_of_any_isolation_level_run_every_job_o
     assert rows(engine, "SELECT DISTINCT status, attempts FROM background_jobs_archive") == [("done", 1)]
 
 
-@pytest.mark.parametrize("shift", [600.0, -600.0])
+@pytest.mark.parametrize("shift", [600.0, pytest.param(-600.0, marks=pytest.mark.full)])
 async def test_b54_a_wall_clock_that_is_wrong_changes_no_lease_and_no_delay(
     engine: Engine, database_url: str, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, shift: float
 ) -> None:
