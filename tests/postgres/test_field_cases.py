@@ -91,7 +91,9 @@ def test_b17_what_looks_like_a_plain_function_and_is_a_coroutine_is_refused(jobs
     def wrapped(number: int) -> Any:
         return real(number)
 
-    for number, shape in enumerate([functools.partial(real, 1), Callable_(), wrapped, lambda: real(1)]):
+    shapes: list[Any] = [functools.partial(real, 1), Callable_(), wrapped, lambda: real(1)]
+
+    for number, shape in enumerate(shapes):
         with pytest.raises(TaskDefinitionError):
             jobs.task(name=f"shape {number}")(shape)
 
