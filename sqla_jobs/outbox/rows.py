@@ -377,7 +377,7 @@ def _same_in_every_row(mapper: Mapper[Any], jobs: Table, options: Options) -> di
             continue
         if not default.is_scalar:
             raise ConfigurationError(
-                f"column {column_.name!r} of {jobs.name} has a default in Python, which a select cannot call: "
+                f"column {column_.name!r} of {jobs.name} has a default in Python, which no select can call: "
                 "give it a server_default, or a value by task.using(columns=...)"
             )
         given[column_.name] = default.arg
