@@ -88,7 +88,7 @@ async def test_12_a_settle_whose_answer_is_lost_is_recorded_once_and_nothing_is_
         for number in range(5):
             enqueue(session, job, number)
     url = proxied.url.render_as_string(hide_password=False)
-    async with working(jobs, url, lease=timedelta(seconds=8)) as (_, heard):
+    async with working(jobs, url, lease=timedelta(seconds=5)) as (_, heard):
         await until_row(
             tcp_engine, "SELECT 1 FROM background_jobs_archive"
         )  # it was written, nobody was told
@@ -122,7 +122,7 @@ async def test_12_a_claim_whose_answer_is_lost_gives_its_jobs_back_with_their_at
     event.listen(own, "before_cursor_execute", before)
     with Session(tcp_engine) as session, session.begin():
         enqueue(session, job)
-    async with working(jobs, "", engine=own, lease=timedelta(seconds=30), listen=False) as (_, heard):
+    async with working(jobs, "", engine=own, lease=timedelta(seconds=6), listen=False) as (_, heard):
         await until_row(tcp_engine, "SELECT 1 FROM background_jobs WHERE status = 'running'")
         await heard.event("database.error")
         proxied.become("pass")
