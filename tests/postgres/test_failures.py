@@ -82,9 +82,6 @@ def its_own_cause() -> BaseException:
     return error
 
 
-NOT_YET = "last_error has the class, the message and the innermost frames, but neither causes nor leaves"
-
-not_yet = pytest.mark.xfail(strict=True, reason=NOT_YET)
 V3: list[Any] = [
     pytest.param(lambda: ValueError("before\x00after"), 2, ["ValueError", "before", "after"], id="1 NUL"),
     pytest.param(lambda: ValueError("bad \udce9 name"), 2, ["ValueError", "bad ", " name"], id="2 surrogate"),
@@ -93,12 +90,12 @@ V3: list[Any] = [
     pytest.param(
         lambda: ValueError("\U0001f600" * 9_000), 5, ["ValueError: \U0001f600"], id="4 wide and large"
     ),
-    pytest.param(chain_of_causes, 5, ["cause 1999", "the first cause"], id="5 causes", marks=not_yet),
+    pytest.param(chain_of_causes, 5, ["cause 1999", "the first cause"], id="5 causes"),
     pytest.param(recursion, 5, ["RecursionError"], id="6 recursion"),
     pytest.param(notes, 5, ["ValueError: noted"], id="7 notes"),
     pytest.param(Unprintable, 2, ["Unprintable"], id="8 unprintable"),
     pytest.param(lambda: NeedsArguments(7, "no"), 2, ["NeedsArguments: order 7: no"], id="9 not rebuilt"),
-    pytest.param(group, 2, ["ExceptionGroup: g", "ValueError", "KeyError"], id="10 group", marks=not_yet),
+    pytest.param(group, 2, ["ExceptionGroup: g", "ValueError", "KeyError"], id="10 group"),
     pytest.param(AssertionError, 2, ["AssertionError"], id="11 no message"),
     pytest.param(its_own_cause, 2, ["ValueError: turtles"], id="12 its own cause"),
 ]
@@ -145,9 +142,6 @@ async def test_b02_b10_b12_whatever_a_handler_raises_is_recorded_bounded_and_rea
         assert [part for part in parts if part not in error] == []
 
 
-@pytest.mark.xfail(
-    strict=True, reason="whoever raises it again adds to its __traceback__, which nobody resets"
-)
 async def test_v3_13_a_failure_shared_by_many_jobs_does_not_grow_from_one_to_the_next(
     engine: Engine, database_url: str
 ) -> None:
