@@ -14,9 +14,9 @@ from sqlalchemy import URL, make_url
 
 __all__ = ["Mode", "Proxy"]
 
-#: pass: everything; blackhole: nothing arrives, either way; deaf: requests arrive, answers do not;
-#: reset: connections are reset, new ones too.
-Mode = Literal["pass", "blackhole", "deaf", "reset"]
+#: pass: everything; slow: everything, late and in small pieces; blackhole: nothing arrives, either way;
+#: deaf: requests arrive, answers do not; reset: connections are reset, new ones too.
+Mode = Literal["pass", "slow", "blackhole", "deaf", "reset"]
 
 
 class Proxy:
@@ -101,10 +101,15 @@ class Proxy:
     ) -> None:
         with suppress(ConnectionError):
             while some := await reader.read(65536):
-                if self._mode == "pass" or (self._mode == "deaf" and not answers):
+                if self._mode == "slow":
+                    await asyncio.sleep(0.1)  # the network's latency
+                    for start in range(0, len(some), 200):
+                        writer.write(some[start : start + 200])
+                        await asyncio.sleep(0.001)
+                elif self._mode == "pass" or (self._mode == "deaf" and not answers):
                     writer.write(some)
             # a black hole swallows the end of a connection too; whoever waits behind it is told nothing
-            if self._mode == "pass":
+            if self._mode in ("pass", "slow"):
                 writer.close()
 
 

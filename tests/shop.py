@@ -39,6 +39,17 @@ class Receipt(Base):
     order: Mapped[Order] = relationship()
 
 
+class Entry(Base):
+    """One effect of one job, written in its own transaction: exactly one each, or something is wrong."""
+
+    __tablename__ = "ledger"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[int]
+    attempt: Mapped[int]
+    pid: Mapped[int]
+
+
 jobs = Jobs(Job)
 
 #: What handlers did in this process, in order.
@@ -101,6 +112,23 @@ async def exit_in_a_child() -> None:
         raise SystemExit(3)
 
     await asyncio.gather(child())
+
+
+_PATIENT = Retry(max_attempts=100, delay=timedelta(seconds=0.3), factor=1)
+
+
+@jobs.task(queue="ledger", retry=_PATIENT)
+def charge(ctx: JobContext, number: int, seconds: float) -> None:
+    """Work for a while, then write the one entry."""
+    threading.Event().wait(seconds)
+    ctx.session.add(Entry(number=number, attempt=ctx.attempt, pid=os.getpid()))
+
+
+@jobs.task(queue="ledger", retry=_PATIENT)
+async def charge_async(ctx: AsyncJobContext, number: int, seconds: float) -> None:
+    """The same in the loop."""
+    await asyncio.to_thread(threading.Event().wait, seconds)
+    ctx.session.add(Entry(number=number, attempt=ctx.attempt, pid=os.getpid()))
 
 
 def _append(path: str, line: str) -> None:

@@ -6,16 +6,20 @@ and time limits, and gives back what does not run. Does not claim and does not d
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from sqlalchemy import Connection
 
 from sqla_jobs.core.dispatch import Dispatcher
 from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import JobStatus, Released, Verdict, judge
 from sqla_jobs.events import Events
 from sqla_jobs.store.claim import ClaimedJob
-from sqla_jobs.store.door import Lane
+from sqla_jobs.store.door import Lane, end_backends
 from sqla_jobs.tasks import Jobs
 from sqla_jobs.worker.engines import Engines
 from sqla_jobs.worker.leases import LeaseKeeper
@@ -26,6 +30,8 @@ from sqla_jobs.worker.settling import Settler
 from sqla_jobs.worker.slots import Slots
 
 __all__ = ["Custody"]
+
+OnLane = Callable[[Callable[[Connection], Any]], Awaitable[Any]]
 
 #: Jobs whose kind nobody here knows come back after this long: another worker may know it.
 _UNKNOWN_KIND_DELAY = timedelta(seconds=30)
@@ -53,7 +59,9 @@ class Custody:
         events: Events,
     ) -> None:
         self._jobs = jobs
+        self._engines = engines
         self._lease = settings.lease.total_seconds()
+        self._deadline = settings.deadline
         self._dispatch = dispatch
         self._changed = changed
         self._told_stuck = stuck
@@ -61,6 +69,7 @@ class Custody:
         self._loop = asyncio.get_running_loop()
         self.held: dict[Lease, Run] = {}
         self._stuck: set[Run] = set()
+        self._left: list[tuple[int, float]] = []  # sessions of the server that were cut, and may live on
         self._reported: set[Lease] = set()  # told as lost, and returned all the same
         self._all_settled = asyncio.Event()
         self._closed = False
@@ -233,6 +242,7 @@ class Custody:
             # it stays among the held until it really ends: its slot is taken, and it must not be given
             # back as if the answer to its claim had been lost
             run.lost = True
+            self._cut(run)  # before the cancel, which a driver passes on to a server that may not answer
             run.cancel()
             if not run.told:
                 run.told = True
@@ -268,16 +278,25 @@ class Custody:
         self._events.emit("job.stuck", **_named(run.job), attempt=run.job.attempt)
         self._told_stuck(run)
 
-    async def remark(self, stopping: asyncio.Event) -> None:
-        """Say once of each attempt, or of its session, that it has been open for long."""
+    async def remark(self, stopping: asyncio.Event, on_lane: OnLane) -> None:
+        """Say once of each attempt, or of its session, that it has been open for long.
+
+        And end what waits without a deadline of its own: leases by our clock, a settle within a handler's
+        transaction, the ping of a pool.
+        """
         while not stopping.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(max(self._lease / 4, 1.0)):
+                async with asyncio.timeout(min(max(self._lease / 4, 1.0), 5.0)):
                     await stopping.wait()
+            self.keeper.drop_ended()
+            self._left += self._engines.cut_silent_pings(self._deadline)
             now = time.monotonic()
             for run in list(self.held.values()):
                 if run.started is None or run.ended:
                     continue
+                settling = None if run.session is None else run.session.settling
+                if settling is not None and now - settling > self._deadline:
+                    self._cut(run)
                 if not run.remarked and now - run.started > _LONG * self._lease:
                     run.remarked = True
                     self._events.emit("job.running_long", **_named(run.job), seconds=now - run.started)
@@ -285,6 +304,22 @@ class Custody:
                 if opened is not None and not run.session_remarked and now - opened > _SESSION_LONG:
                     run.session_remarked = True
                     self._events.emit("session.open_long", **_named(run.job), seconds=now - opened)
+
+            await self._end_left(on_lane)
+
+    def _cut(self, run: Run) -> None:
+        if (left := run.cut()) is not None:
+            self._left.append(left)
+
+    async def _end_left(self, on_lane: OnLane) -> None:
+        """What was cut here still runs on the server, and may hold a job's row."""
+        left, self._left = self._left, []
+        if not left or self._engines.pooled:
+            return
+        try:
+            await on_lane(partial(end_backends, left=left))
+        except Exception:
+            self._left += left  # the lane has told why
 
     # -- the end
 

@@ -1,5 +1,6 @@
 """Which engines a worker runs on: those it is given, used as they are, or both kinds made from one URL."""
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from sqla_jobs.errors import ConfigurationError
 from sqla_jobs.events import Events
-from sqla_jobs.store.door import is_read_only, unprepare
+from sqla_jobs.store.door import cut, is_read_only, told_pid, unprepare
 from sqla_jobs.tasks import Task
 
 __all__ = ["Engines", "database_url"]
@@ -67,6 +68,7 @@ class Engines:
     owned: bool
     listening: Engine | None = None
     _pooled: bool = field(default=False, init=False)
+    _pings: "dict[Any, float]" = field(default_factory=dict, init=False)
 
     @classmethod
     def choose(
@@ -84,7 +86,9 @@ class Engines:
             if engine is not None or async_engine is not None:
                 raise ConfigurationError("give a URL or engines, not both")
             target = database_url(url)
-            return cls(*_both_kinds(target, concurrency=concurrency), owned=True, listening=listening)
+            made = cls(*_both_kinds(target, concurrency=concurrency), owned=True, listening=listening)
+            made._watch_pings()
+            return made
         if engine is None and async_engine is None:
             raise ConfigurationError(
                 "no database: give Worker(url=...), an engine, --database-url, or set DATABASE_URL"
@@ -102,6 +106,39 @@ class Engines:
         given = [each for each in (self.asynchronous, self.sync) if each is not None]
         fit = [each for each in given if each.dialect.driver == "psycopg"]
         return self.listening or next(iter(fit or given), None)
+
+    def _watch_pings(self) -> None:
+        """A pool's ping has no deadline: on a dead path a handler would wait for it without an end."""
+        for engine in (self.sync, self.asynchronous):
+            dialect: Any = None if engine is None else engine.dialect
+            whole = dialect.do_ping
+
+            def watched(connection: Any, whole: Any = whole) -> Any:
+                driver = getattr(connection, "driver_connection", connection)
+                self._pings[driver] = time.monotonic()
+                try:
+                    return whole(connection)
+                finally:
+                    self._pings.pop(driver, None)
+
+            dialect.do_ping = watched  # of engines that we have made, and of no other
+
+    @property
+    def pooled(self) -> bool:
+        """Whether a pooler was found on the way: then nobody knows whose backend a number is."""
+        return self._pooled
+
+    def cut_silent_pings(self, limit: float) -> list[tuple[int, float]]:
+        """End pings that have waited for `limit` seconds; the pool then connects anew.
+
+        Returns the server's processes that do not know it, as HandlerSession.cut does.
+        """
+        now = time.monotonic()
+        silent = [(driver, since) for driver, since in list(self._pings.items()) if now - since > limit]
+        found = [(told_pid(driver), since) for driver, since in silent]
+        for driver, _ in silent:
+            cut(driver)
+        return [(pid, since) for pid, since in found if pid is not None]
 
     def pooler_found(self, events: Events, prepares: bool | None) -> None:
         """A connection leads through a pooler: prepare nothing any more, and tell it once.

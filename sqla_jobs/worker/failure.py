@@ -1,13 +1,15 @@
 """What a handler raised, as text that PostgreSQL can store: bounded, and never by trusting user code."""
 
 import traceback
+from contextlib import suppress
 
-__all__ = ["describe", "storable"]
+__all__ = ["describe", "forget_frames", "storable"]
 
 #: Bytes of last_error: class, head of the message, innermost frames.
 LIMIT = 8_000
 _MESSAGE = 2_000
 _FRAMES = 20
+_CHAIN = 50  # of causes: one may be its own
 
 
 def describe(error: BaseException) -> str:
@@ -26,6 +28,19 @@ def describe(error: BaseException) -> str:
     except BaseException:
         lines = []
     return storable("\n".join([head, "", *lines]).rstrip() if lines else head)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of a failure hold: locals of the handler, sockets of half-made connections.
+
+    Exceptions and their frames hold each other, so that all of it would stay until the next full collection.
+    """
+    for _ in range(_CHAIN):
+        if error is None:
+            return
+        with suppress(Exception):
+            traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def storable(text: str) -> str:

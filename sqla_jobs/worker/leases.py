@@ -80,6 +80,17 @@ class LeaseKeeper:
         with self._lock:
             self._book.closed(leases)
 
+    def drop_ended(self) -> None:
+        """By our own clock these have ended: somebody may run them by now, whatever the network says.
+
+        Also from the loop: the lane may be waiting for a connection that nobody answers.
+        """
+        with self._lock:
+            ended = self._book.ended(time.monotonic())
+            self._book.closed(ended)
+        if ended:
+            self._lost(ended, "could not be prolonged in time")
+
     # -- the lane
 
     def start(self) -> None:
@@ -120,7 +131,7 @@ class LeaseKeeper:
                     self._requested(self._on(lane, partial(self._look, group)))
                 except Exception as error:
                     self._failed(error)
-            self._drop_ended()
+            self.drop_ended()
         lane.close()
 
     def _on(self, lane: SyncLane, verb: Callable[[Connection], T]) -> T:
@@ -151,7 +162,7 @@ class LeaseKeeper:
                     self._requested(await lane.run(partial(self._look, group), deadline=self._deadline))
                 except Exception as error:
                     self._failed(error)
-            self._drop_ended()
+            self.drop_ended()
         await lane.close()
 
     # -- both
@@ -202,14 +213,6 @@ class LeaseKeeper:
         if lost:
             self._lost(lost, "taken over by somebody else")
         self._requested(prolonged.cancel_requested)
-
-    def _drop_ended(self) -> None:
-        """By our own clock these have ended: somebody may run them by now, whatever the network says."""
-        with self._lock:
-            ended = self._book.ended(time.monotonic())
-            self._book.closed(ended)
-        if ended:
-            self._lost(ended, "could not be prolonged in time")
 
     def _failed(self, error: Exception) -> None:
         again = self._lease.total_seconds() / 30

@@ -259,7 +259,7 @@ class Worker:
         settles = self._start("settles", self._custody.settler.run)
         others = {
             self._start("maintenance", partial(self._maintenance.run, self._stopping)),
-            self._start("remarks", partial(self._custody.remark, self._stopping)),
+            self._start("remarks", partial(self._custody.remark, self._stopping, self._claims.on_lane)),
             self._start("recycling", self._watch),
         }
         wakeups = self._start("wake-ups", self._wakeups().listen)

@@ -27,7 +27,7 @@ from sqla_jobs.errors import ConfigurationError, EntityGone, LeaseLost, PayloadE
 from sqla_jobs.events import Events
 from sqla_jobs.store.claim import ClaimedJob
 from sqla_jobs.tasks import Jobs, Task
-from sqla_jobs.worker.failure import describe, storable
+from sqla_jobs.worker.failure import describe, forget_frames, storable
 from sqla_jobs.worker.session import HandlerSession, abandon, end_read, settle_through
 
 __all__ = ["Ended", "Run", "Runner"]
@@ -65,6 +65,10 @@ class Run(Attempt):
     def session_opened(self) -> float | None:
         """When ctx.session has taken the connection that it holds."""
         return None if self.session is None else self.session.opened
+
+    def cut(self) -> tuple[int, float] | None:
+        """End whatever its session waits for; see HandlerSession.cut."""
+        return None if self.session is None else self.session.cut()
 
     def cancel(self) -> None:
         """Ask the handler to end: at its next await, or when it looks at ctx.cancelled."""
@@ -311,6 +315,8 @@ class Runner:
             return self._understood(error, run)
         except BaseException as worse:  # an exception class of a user's that fails when it is looked at
             return Raised(describe(worse), run.task.retry.wait(run.job.attempt, spread=self._spread()))
+        finally:
+            forget_frames(error)
 
     def _understood(self, error: BaseException, run: Run) -> Outcome:
         match error:

@@ -7,6 +7,7 @@ transaction begins at the first use. Does not judge, and does not know threads f
 functions run directly, or in the greenlet of an AsyncSession.
 """
 
+import threading
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.errors import SqlaJobsError
 from sqla_jobs.models import Tables
+from sqla_jobs.store.door import cut, driver_of, told_pid
 from sqla_jobs.store.settle import Entry, settle_within
 
 __all__ = ["HandlerSession", "abandon", "end_read", "settle_through"]
@@ -35,6 +37,9 @@ class HandlerSession(Session):
         self._source = source
         self.outer: Connection | None = None
         self.opened: float | None = None  # time.monotonic(), while it holds a connection
+        self.settling: float | None = None  # the same, while our own statements are under way
+        self._driver: Any = None
+        self._wires = threading.Lock()
         self._begun: Transaction | None = None
         self._over = False
         self._unsettled = False  # flushed since the last commit
@@ -56,8 +61,22 @@ class HandlerSession(Session):
             # settle fail for ever; under AUTOCOMMIT a lost lease would roll nothing back
             connection = self._source.connect().execution_options(isolation_level="READ COMMITTED")
             self._begun = connection.begin()
-            self.outer = connection
+            with self._wires:
+                self.outer, self._driver = connection, driver_of(connection)
         return self.outer
+
+    def cut(self) -> tuple[int, float] | None:
+        """From any thread: end whatever waits on its connection; nothing of it can be committed any more.
+
+        Returns the server's process that does not know it yet, and since when it was ours.
+        """
+        with self._wires:
+            driver, since = self._driver, self.opened
+            if driver is None or since is None:
+                return None
+            pid = told_pid(driver)
+            cut(driver)
+        return None if pid is None else (pid, since)
 
     def close(self) -> None:
         """Closing it is allowed; closing it on work that is not committed would lose that in silence."""
@@ -91,9 +110,7 @@ class HandlerSession(Session):
 
     def let_go(self, *, commit: bool) -> None:
         """End the outer transaction and give the connection back."""
-        outer, self.outer = self.outer, None
-        begun, self._begun = self._begun, None
-        self.opened = None
+        outer, begun = self.outer, self._begun
         if outer is None or begun is None:
             return
         try:
@@ -104,6 +121,8 @@ class HandlerSession(Session):
             elif begun.is_active:
                 begun.rollback()
         finally:
+            with self._wires:  # not earlier: a commit may wait; not later: in the pool it is somebody else's
+                self.outer = self._begun = self._driver = self.opened = None
             if outer is not self._source:
                 outer.close()
 
@@ -145,11 +164,13 @@ def settle_through(
         session.finish()
         session.close()
         return None
+    session.settling = time.monotonic()
     outer.execute(_LOCK_TIMEOUT)
     if not settle_within(outer, tables, entry, retention=retention):
         abandon(session)
         return False
     session.let_go(commit=True)
+    session.settling = None
     session.finish()
     session.close()
     return True

@@ -12,12 +12,15 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.orm import Session
 from workers import PATIENCE, Heard, finished, rows, until, working
 
+from sqla_jobs.context import JobContext
 from sqla_jobs.core.lifecycle import JobStatus
+from sqla_jobs.core.retry import Retry
 from sqla_jobs.tasks import Jobs, Task, enqueue
 from sqla_jobs.worker import Worker
 from sqla_jobs.worker.custody import Custody
 from sqla_jobs.worker.leases import LeaseKeeper
 from sqla_jobs.worker.maintenance import Maintenance
+from sqla_jobs.worker.run import Runner
 from sqla_jobs.worker.settling import Settler
 from sqla_jobs.worker.wakeup import Wakeups
 
@@ -161,3 +164,69 @@ async def test_b22_the_lease_thread_outlives_what_it_meets(
 
     assert len(calls) > 1
     assert heard.named("lease.lost") == []
+
+
+@pytest.mark.parametrize("method", ["in_thread", "in_loop"])
+async def test_a_consumer_outlives_what_its_runner_meets(
+    engine: Engine, database_url: str, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    if method == "in_thread":
+
+        @jobs.task(name="job", retry=Retry(max_attempts=1))
+        def in_thread() -> None: ...
+    else:
+
+        @jobs.task(name="job", retry=Retry(max_attempts=1))
+        async def in_loop() -> None: ...
+
+    whole, calls = getattr(Runner, method), []
+
+    def once_broken(self: Runner, run: Any) -> Any:
+        calls.append(run)
+        if len(calls) == 1:
+            raise SystemExit("nobody expected this")
+        return whole(self, run)
+
+    monkeypatch.setattr(Runner, method, once_broken)
+    put(engine, jobs.tasks["job"])
+    put(engine, jobs.tasks["job"])
+
+    async with working(jobs, database_url, concurrency=1) as (_, heard):
+        assert await heard.settled(2) == [JobStatus.FAILED, JobStatus.DONE]
+
+
+async def test_a_system_exit_gives_the_connection_of_its_session_back(engine: Engine, jobs: Jobs) -> None:
+    @jobs.task(name="job", retry=Retry(max_attempts=1))
+    def job(ctx: JobContext) -> None:
+        ctx.session.connection()
+        raise SystemExit(3)
+
+    own = create_engine(engine.url)
+    put(engine, job)
+
+    async with working(jobs, "", engine=own) as (_, heard):
+        assert await heard.settled(1) == [JobStatus.FAILED]
+        held = own.pool.checkedout()  # type: ignore[attr-defined]
+    own.dispose()
+
+    assert held == 0
+
+
+async def test_a_retry_rule_that_raises_hides_nothing_of_the_failure(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    def rule(error: BaseException, attempt: int) -> timedelta:
+        raise KeyError("the rule is broken")
+
+    @jobs.task(name="job", retry=Retry(on={ValueError: rule}))
+    def job() -> None:
+        raise ValueError("the real failure")
+
+    put(engine, job)
+
+    async with working(jobs, database_url) as (_, heard):
+        assert await heard.settled(1) == [JobStatus.READY]
+
+    [(error, waits)] = rows(engine, "SELECT last_error, run_at - now() FROM background_jobs")
+    assert error.startswith("ValueError: the real failure")
+    assert timedelta(0) < waits < timedelta(seconds=4)  # as without the rule

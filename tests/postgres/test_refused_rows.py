@@ -10,6 +10,7 @@ from steps import KEEP, TABLES, ask, autocommit, candidates, claimed, expire, pu
 from workers import until_row, working
 
 from sqla_jobs.core.lifecycle import JobStatus
+from sqla_jobs.core.retry import Retry
 from sqla_jobs.store.rescue import cancel_expired
 from sqla_jobs.store.settle import settle_expired
 from sqla_jobs.tasks import Jobs
@@ -122,3 +123,29 @@ async def test_a_worker_tells_what_it_could_not_rescue(
 
     assert (event.fields["job"], event.fields["kind"]) == (3, "noop")
     assert statuses(own)[3] == JobStatus.RUNNING
+
+
+async def test_a_failure_whose_text_is_refused_is_recorded_without_it(
+    engine: Engine, database_url: str, own: Connection
+) -> None:
+    jobs = Jobs(Job)
+
+    @jobs.task(name="job", retry=Retry(max_attempts=1))
+    def job() -> None:
+        raise ValueError("the forbidden word")
+
+    run(
+        own,
+        "CREATE FUNCTION clean() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "IF NEW.last_error LIKE '%forbidden%' THEN RAISE EXCEPTION 'no'; END IF; RETURN NEW; END $$",
+    )
+    run(own, "CREATE TRIGGER clean BEFORE UPDATE ON background_jobs FOR EACH ROW EXECUTE FUNCTION clean()")
+    run(own, "INSERT INTO background_jobs (kind, max_attempts) VALUES ('job', 1)")
+
+    async with working(jobs, database_url) as (_, heard):
+        assert await heard.settled(1) == [JobStatus.FAILED]
+
+    assert own.execute(text("SELECT status, last_error FROM background_jobs")).all() == [
+        ("failed", "(the database refused the text of this error)")
+    ]
+    assert len(heard.named("outcome.refused")) == 1

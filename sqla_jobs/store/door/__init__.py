@@ -18,14 +18,16 @@ from sqla_jobs.store.door.faults import (
     sqlstate_of,
 )
 from sqla_jobs.store.door.lanes import Lane, SyncLane, Verb, lane_on
-from sqla_jobs.store.door.wire import driver_of, finish, unprepare
+from sqla_jobs.store.door.wire import cut, driver_of, end_backends, finish, told_pid, unprepare
 
 __all__ = [
     "Lane",
     "SyncLane",
     "Verb",
     "brief",
+    "cut",
     "driver_of",
+    "end_backends",
     "finish",
     "is_confused",
     "is_lost",
@@ -34,5 +36,6 @@ __all__ = [
     "is_rows_fault",
     "lane_on",
     "sqlstate_of",
+    "told_pid",
     "unprepare",
 ]

@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
@@ -303,8 +304,11 @@ class _LoopLane:
         waiter = _Waiter()
         if not await waiter.wait(connecting, timeout=seconds):
             connecting.cancel()
-            with suppress(BaseException):
+            try:
                 await connecting
+            except BaseException as error:
+                # its frames would keep the socket of the half-made connection until the next collection
+                traceback.clear_frames(error.__traceback__)
             waiter.raise_cancelled(connecting)
             raise DeadlineExceeded("no connection within the deadline")
         try:

@@ -7,7 +7,8 @@ a pooler nobody knows whose backend it is: there nothing is ended, and nothing i
 
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +18,17 @@ from sqlalchemy.exc import DBAPIError
 
 from sqla_jobs.store.door.faults import is_confused, is_lost
 
-__all__ = ["Backend", "OtherEnd", "Pooled", "cut", "driver_of", "finish", "unprepare"]
+__all__ = [
+    "Backend",
+    "OtherEnd",
+    "Pooled",
+    "cut",
+    "driver_of",
+    "end_backends",
+    "finish",
+    "told_pid",
+    "unprepare",
+]
 
 T = TypeVar("T")
 #: Told that a connection leads through a pooler, and whether its driver was about to prepare statements
@@ -34,6 +45,12 @@ _WHO = text(
 _END = text(
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
     "WHERE pid = :backend AND extract(epoch FROM backend_start) = CAST(:started AS numeric)"
+)
+
+# of a session whose start nobody asked for: its backend is older than our use of it
+_END_OLDER = text(
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = :backend AND usename = current_user "
+    "AND datname = current_database() AND backend_start <= clock_timestamp() - make_interval(secs => :age)"
 )
 
 
@@ -66,6 +83,25 @@ def finish(driver_connection: Any) -> None:
             terminate()  # asyncpg
         else:
             driver_connection.pgconn.finish()
+
+
+def told_pid(driver_connection: Any) -> int | None:
+    """The backend's process as told at connecting; a pooler tells a number of its own."""
+    if (info := getattr(driver_connection, "info", None)) is not None:
+        pid = getattr(info, "backend_pid", None)
+    else:
+        ask = getattr(driver_connection, "get_server_pid", None)  # asyncpg
+        pid = None if ask is None else ask()
+    return pid if isinstance(pid, int) else None
+
+
+def end_backends(connection: Connection, left: Sequence[tuple[int, float]]) -> None:
+    """End sessions that were cut: process, and time.monotonic() when we had it already.
+
+    Their backends do not know it, and may hold the lock of a job for as long as TCP believes in the client.
+    """
+    for pid, since in left:
+        connection.execute(_END_OLDER, {"backend": pid, "age": max(time.monotonic() - since, 0.0)})
 
 
 def unprepare(driver_connection: Any) -> None:
@@ -129,7 +165,7 @@ class OtherEnd:
             unprepare(driver)
         try:
             pid, started = connection.execute(_WHO).one()
-            told = _told_pid(driver)
+            told = told_pid(driver)
             if told is not None and told != pid:
                 prepares = driver.prepare_threshold is not None if _can_say(driver) else None
                 unprepare(driver)
@@ -149,13 +185,3 @@ class OtherEnd:
         for backend in list(self.left):
             connection.execute(_END, {"backend": backend.pid, "started": backend.started})
             self.left.remove(backend)
-
-
-def _told_pid(driver_connection: Any) -> int | None:
-    """The backend's process as told at connecting; a pooler tells a number of its own."""
-    if (info := getattr(driver_connection, "info", None)) is not None:
-        pid = getattr(info, "backend_pid", None)
-    else:
-        ask = getattr(driver_connection, "get_server_pid", None)  # asyncpg
-        pid = None if ask is None else ask()
-    return pid if isinstance(pid, int) else None
