@@ -131,6 +131,20 @@ async def charge_async(ctx: AsyncJobContext, number: int, seconds: float) -> Non
     ctx.session.add(Entry(number=number, attempt=ctx.attempt, pid=os.getpid()))
 
 
+@jobs.task(queue="waste", retry=Retry(max_attempts=1))
+def waste() -> None:
+    """Fail with five megabytes in a local."""
+    local = bytearray(5_000_000)
+    raise ValueError(len(local))
+
+
+@jobs.task(queue="waste", retry=Retry(max_attempts=1))
+async def waste_async() -> None:
+    """The same in the loop."""
+    local = bytearray(5_000_000)
+    raise ValueError(len(local))
+
+
 def _append(path: str, line: str) -> None:
     # one write of one line in append mode is not torn
     with Path(path).open("a", buffering=1) as file:

@@ -81,7 +81,7 @@ class Supervisor:
             code = await self._one()
             lived = time.monotonic() - began
             if self._stopping.is_set():
-                return _KILLED if code < 0 else code
+                return _KILLED if code < 0 else 0 if code == _RECYCLED else code
             if code in _CANNOT_START or (code == _UNREACHABLE and first):
                 self._events.emit("process.ended", exit_code=code, retry_in=None)
                 self._failed = code

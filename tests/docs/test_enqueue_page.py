@@ -45,7 +45,8 @@ engine.dispose()
 
 
 def test_the_page_runs_as_it_stands(empty_database_url: str, tmp_path: Path) -> None:
-    files, steps = [], []
+    files: list[str] = []
+    steps: list[str] = []
     for block in BLOCKS:
         (files if block.startswith("# app/") else steps).append(block)
     (tmp_path / "app").mkdir()

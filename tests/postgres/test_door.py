@@ -574,6 +574,7 @@ async def test_a_server_that_takes_no_more_connections_is_a_lost_connection_that
     await lane.close()
 
 
+@pytest.mark.full
 async def test_reconnecting_again_and_again_leaks_neither_connections_nor_descriptors(
     kind: str, clean_url: str, a: Connection
 ) -> None:

@@ -466,6 +466,7 @@ async def test_b19_a_listener_that_is_refused_again_and_again_leaks_nothing(
         await until(lambda: sessions(engine, "listener") == 1)
 
 
+@pytest.mark.full
 async def test_b19_a_worker_whose_connections_are_all_ended_again_and_again_leaks_nothing(
     database_url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,7 @@ async def warm(engine: Engine, worker: WorkerProcess) -> Size:
     return Size(engine, worker)
 
 
-@pytest.mark.parametrize("mode", ["reset", "blackhole", "deaf", "slow"])
+@pytest.mark.parametrize("mode", ["reset", "blackhole", pytest.param("deaf", marks=pytest.mark.full), "slow"])
 async def test_a_network_that_breaks_for_a_while_loses_nothing(
     engine: Engine, proxy: Proxy, tmp_path: Path, mode: Any
 ) -> None:
@@ -212,7 +212,7 @@ def _alter(engine: Engine, value: str) -> None:
     engine.dispose()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 8)]])
 async def test_workers_killed_at_random_moments_lose_nothing(
     engine: Engine, server: EmbeddedPostgres, tmp_path: Path, seed: int
 ) -> None:

@@ -1,6 +1,7 @@
 """Several processes under one, signals in three steps, and what a start only checks."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -217,6 +218,6 @@ def test_check_says_whether_a_worker_could_start(
     code, said = check(database_url, "--processes", "3")
 
     assert code == 0
-    assert said.startswith("a worker could start: queues default, files, mail; kinds shop.append_line")
+    assert re.match("a worker could start: queues default, files, .*mail.*; kinds shop.append_line, ", said)
     assert check(empty_database_url) == (4, "")
     assert check("postgresql://127.0.0.1:1/nowhere", "--startup-timeout", "1s") == (5, "")
