@@ -28,6 +28,8 @@ def check_name(what: str, name: object, *, longest: int = 200) -> str:
         raise ConfigurationError(f"{what} {name!r} holds U+0000, which PostgreSQL cannot store")
     if not 1 <= size <= longest:
         raise ConfigurationError(f"{what} must have 1 to {longest:,} bytes, {name[:40]!r} has {size:,}")
+    if not name.strip():
+        raise ConfigurationError(f"{what} {name[:40]!r} is blank: nobody could tell it from a mistake")
     return name
 
 

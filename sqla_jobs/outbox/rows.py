@@ -37,7 +37,7 @@ from sqlalchemy.orm import Mapper, Session
 
 from sqla_jobs.core.call import Call, Options
 from sqla_jobs.core.payload import Json, Reference
-from sqla_jobs.errors import SqlaJobsError
+from sqla_jobs.errors import ConfigurationError, SqlaJobsError
 from sqla_jobs.models import LIVE_KEYS, JobMixin, own_columns
 from sqla_jobs.outbox.handles import Enqueued
 
@@ -348,8 +348,13 @@ def _wide(row: Row, always: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, 
 # -- of a select
 
 
-def select_statement(jobs: Table, kind: str, options: Options, source: Any, payload: Any) -> Insert:
-    """A job for every row of `source`, whose arguments are `payload`, an expression over its columns."""
+def select_statement(
+    mapper: Mapper[Any], jobs: Table, kind: str, options: Options, source: Any, payload: Any
+) -> Insert:
+    """A job for every row of `source`, whose arguments are `payload`, an expression over its columns.
+
+    Raises `ConfigurationError` for a column of the user's whose default is a function in Python.
+    """
     moment = jobs.c.run_at.type
     given = (options.queue, kind, "{}", *_options(options))
     binds = {
@@ -357,8 +362,23 @@ def select_statement(jobs: Table, kind: str, options: Options, source: Any, payl
         for (name, type_), value in zip(_PARAMETERS, given, strict=True)
     }
     values = _values(binds) | {"payload": payload}
-    for name, value in options.columns:
+    for name, value in _same_in_every_row(mapper, jobs, options).items():
         values[name] = bindparam(f"user_{name}", value, type_=jobs.c[name].type)
     rows = select(*[expression.label(f"put_{name}") for name, expression in values.items()])
     statement = insert(jobs).from_select(list(values), rows.select_from(source), include_defaults=False)
     return statement.execution_options(preserve_rowcount=True)  # else SQLAlchemy forgets it for an INSERT
+
+
+def _same_in_every_row(mapper: Mapper[Any], jobs: Table, options: Options) -> dict[str, Any]:
+    given = (_always(mapper, jobs) or {}) | dict(options.columns)
+    for column_ in jobs.c:
+        default: Any = column_.default
+        if default is None or column_.name in own_columns() or column_.name in given:
+            continue
+        if not default.is_scalar:
+            raise ConfigurationError(
+                f"column {column_.name!r} of {jobs.name} has a default in Python, which no select can call: "
+                "give it a server_default, or a value by task.using(columns=...)"
+            )
+        given[column_.name] = default.arg
+    return given

@@ -91,7 +91,7 @@ def put_select(
     source, payload = arguments_of(kind, statement, parameters)
     jobs = tables_of(model).jobs
     handle = EnqueuedSelect(kind, options.queue)
-    insert = select_statement(jobs, kind, options, source, payload)
+    insert = select_statement(inspect(model), jobs, kind, options, source, payload)
     _take(plain, _Put(model, select=(insert, handle)))
     return handle
 

@@ -4,6 +4,8 @@ Reads only candidates; what becomes of a lost attempt is judged outside (core.li
 store.settle under the fence, so that a worker that settles in the last moment wins.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,10 +30,13 @@ from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.models import Tables
-from sqla_jobs.store.door import is_rows_fault
+from sqla_jobs.store.door import brief, is_rows_fault
 from sqla_jobs.store.parts import CLOCK, IDS, LIMIT, QUEUE, STATEMENT_TIME, archived, status
 
-__all__ = ["ExpiredLease", "cancel_expired", "expired_leases"]
+__all__ = ["Expired", "ExpiredLease", "Refused", "cancel_expired", "expired_leases"]
+
+#: Refused in this pass already: they are the oldest, and would be all that every later look finds.
+_NOT_BESIDE = func.all(IDS)
 
 
 class ExpiredLease(NamedTuple):
@@ -49,17 +54,24 @@ def expired_leases_statement(jobs: Table) -> Executable:
     c = jobs.c
     return (
         select(c.id, c.fencing_token, c.locked_by, c.kind, c.attempts, c.max_attempts)
-        .where(c.queue == QUEUE, c.status == status(JobStatus.RUNNING), c.locked_until < STATEMENT_TIME)
+        .where(
+            c.queue == QUEUE,
+            c.status == status(JobStatus.RUNNING),
+            c.locked_until < STATEMENT_TIME,
+            c.id != _NOT_BESIDE,
+        )
         .order_by(c.locked_until)
         .limit(LIMIT)
     )
 
 
 def expired_leases(
-    connection: Connection, tables: Tables, *, queue: str, limit: int = 500
+    connection: Connection, tables: Tables, *, queue: str, limit: int = 500, beside: Sequence[int] = ()
 ) -> list[ExpiredLease]:
-    """Running jobs of `queue` whose lease has ended."""
-    rows = connection.execute(expired_leases_statement(tables.jobs), {"q": queue, "limit": limit})
+    """Running jobs of `queue` whose lease has ended, without those `beside`."""
+    rows = connection.execute(
+        expired_leases_statement(tables.jobs), {"q": queue, "limit": limit, "ids": list(beside)}
+    )
     return [ExpiredLease(Lease(queue, row[0], row[1], row[2]), row[3], row[4], row[5]) for row in rows]
 
 
@@ -77,7 +89,7 @@ def _late(c: Any) -> Any:
 def late_statement(jobs: Table) -> Executable:
     """Candidates: whoever writes looks again."""
     c = jobs.c
-    return select(c.id).where(_late(c)).order_by(c.expires_at).limit(LIMIT)
+    return select(c.id, c.kind).where(_late(c), c.id != _NOT_BESIDE).order_by(c.expires_at).limit(LIMIT)
 
 
 @cache
@@ -129,32 +141,78 @@ def _held_late(jobs: Table) -> CTE:
     )
 
 
-def cancel_expired(
-    connection: Connection, tables: Tables, *, queue: str, retention: Retention, limit: int = 500
-) -> list[int]:
-    """Cancel the jobs of `queue` that expired before their first claim, for AUTOCOMMIT; returns their ids.
+class Refused(NamedTuple):
+    """A job that the database lets nobody end, and what it says."""
 
-    A row that the archive or a user's trigger refuses is cancelled in place, and does not keep the others.
+    id: int
+    kind: str
+    error: str
+
+
+@dataclass(slots=True)
+class Expired:
+    """The ids of what was cancelled, and what the database refused."""
+
+    cancelled: list[int] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+
+
+def cancel_expired(
+    connection: Connection,
+    tables: Tables,
+    *,
+    queue: str,
+    retention: Retention,
+    limit: int = 500,
+    beside: Sequence[int] = (),
+) -> Expired:
+    """Cancel jobs of `queue` that expired before their first claim, but those `beside`; for AUTOCOMMIT.
+
+    A row that the archive or a user's trigger refuses is cancelled in place; what cannot be written at all
+    comes back, and neither keeps the others.
     """
-    ids = list(connection.scalars(late_statement(tables.jobs), {"q": queue, "limit": limit}))
-    return _cancel_late(connection, tables, ids, queue, retention) if ids else []
+    rows = connection.execute(
+        late_statement(tables.jobs), {"q": queue, "limit": limit, "ids": list(beside)}
+    ).all()
+    expired = Expired()
+    if rows:
+        late = [(row[0], row[1]) for row in rows]
+        _cancel_late(connection, tables, late, queue, retention, expired)
+    return expired
 
 
 def _cancel_late(
-    connection: Connection, tables: Tables, ids: list[int], queue: str, retention: Retention
-) -> list[int]:
+    connection: Connection,
+    tables: Tables,
+    late: Sequence[tuple[int, str]],
+    queue: str,
+    retention: Retention,
+    expired: Expired,
+) -> None:
+    """All in one statement; if one row is refused, by halves until it is alone."""
+    given = {"q": queue, "ids": [id_ for id_, _ in late]}
     keeps = {"keep_done": retention.keeps_done, "keep_cancelled": retention.keeps_cancelled}
     try:
-        done = connection.scalar(cancel_late_statement(tables), {"q": queue, "ids": ids} | keeps)
-        return list(done or ())
+        expired.cancelled += connection.scalar(cancel_late_statement(tables), given | keeps) or ()
     except Exception as error:
         if not is_rows_fault(error):
             raise
-        if len(ids) == 1:
-            in_place = cancel_late_in_place_statement(tables.jobs)
-            return list(connection.scalars(in_place, {"q": queue, "ids": ids}))
-    half = len(ids) // 2
-    return [
-        *_cancel_late(connection, tables, ids[:half], queue, retention),
-        *_cancel_late(connection, tables, ids[half:], queue, retention),
-    ]
+        if len(late) == 1:
+            _cancel_in_place(connection, tables, late[0], queue, expired)
+            return
+        half = len(late) // 2
+        _cancel_late(connection, tables, late[:half], queue, retention, expired)
+        _cancel_late(connection, tables, late[half:], queue, retention, expired)
+
+
+def _cancel_in_place(
+    connection: Connection, tables: Tables, late: tuple[int, str], queue: str, expired: Expired
+) -> None:
+    id_, kind = late
+    try:
+        statement = cancel_late_in_place_statement(tables.jobs)
+        expired.cancelled += connection.scalars(statement, {"q": queue, "ids": [id_]})
+    except Exception as error:
+        if not is_rows_fault(error):
+            raise
+        expired.refused.append(Refused(id_, kind, brief(error)))

@@ -54,6 +54,11 @@ class Claims:
         self._orphans: dict[str, list[float]] = {}
         self._failures = 0
 
+    @property
+    def failing(self) -> bool:
+        """Whether the last claim got no answer."""
+        return self._failures > 0
+
     async def on_lane(self, verb: Callable[[Connection], Any]) -> Any:
         """Run somebody else's verb when the lane is free."""
         async with self._lock:

@@ -10,16 +10,16 @@ LIMIT = 8_000
 _MESSAGE = 2_000
 _FRAMES = 20
 _CHAIN = 50  # of causes: one may be its own
+_SHOWN = 5  # leaves of a group, and causes
+_LINE = 300
 
 
 def describe(error: BaseException) -> str:
-    """The class and message of `error`, then its innermost frames."""
-    name = type(error).__qualname__
-    try:
-        message = str(error)
-    except BaseException:  # a user's __str__ may raise anything
-        message = "<its text cannot be made>"
-    head = f"{name}: {message[:_MESSAGE]}" if message else name
+    """Class and message of `error`, its leaves if it is a group, its causes, then its innermost frames."""
+    head = [_headline(error, _MESSAGE)]
+    with suppress(BaseException):
+        head += [f"  in it: {_headline(leaf, _LINE)}" for leaf in _leaves(error)]
+        head += [f"  from: {line}" for line in _causes(error)]
     try:
         frames = traceback.extract_tb(error.__traceback__)
         # the frames of the worker itself say nothing about the failure
@@ -27,7 +27,47 @@ def describe(error: BaseException) -> str:
         lines = traceback.format_list(own[-_FRAMES:])
     except BaseException:
         lines = []
-    return storable("\n".join([head, "", *lines]).rstrip() if lines else head)
+    return storable("\n".join([*head, "", *lines]).rstrip() if lines else "\n".join(head))
+
+
+def _headline(error: BaseException, limit: int) -> str:
+    """Class and message, at most so many bytes of it."""
+    name = type(error).__qualname__
+    try:
+        message = str(error)[:limit]
+    except BaseException:  # a user's __str__ may raise anything
+        message = "<its text cannot be made>"
+    message = message.encode("utf-8", "replace")[:limit].decode("utf-8", "ignore")
+    return f"{name}: {message}" if message else name
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions in a group that are no groups, as many as are shown."""
+    found: list[BaseException] = []
+    waiting = [error] if isinstance(error, BaseExceptionGroup) else []
+    while waiting and len(found) < _SHOWN:
+        for each in waiting.pop(0).exceptions:
+            (waiting if isinstance(each, BaseExceptionGroup) else found).append(each)
+    return found[:_SHOWN]
+
+
+def _causes(error: BaseException) -> list[str]:
+    """The nearest causes, and the one that it all began with."""
+    chain: list[BaseException] = []
+    seen = {id(error)}
+    cause = _cause(error)
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        chain.append(cause)
+        cause = _cause(cause)
+    lines = [_headline(each, _LINE) for each in chain[:_SHOWN]]
+    if len(chain) > _SHOWN:
+        lines += [f"... {len(chain) - _SHOWN - 1} more ...", _headline(chain[-1], _LINE)]
+    return lines
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def forget_frames(error: BaseException | None) -> None:
@@ -40,6 +80,7 @@ def forget_frames(error: BaseException | None) -> None:
             return
         with suppress(Exception):
             traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = None  # one that is raised again and again would add to it without end
         error = error.__cause__ or error.__context__
 
 

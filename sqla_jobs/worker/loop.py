@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from uuid import uuid4
@@ -28,6 +28,7 @@ from sqla_jobs.tasks import Jobs
 from sqla_jobs.worker.claims import Claims
 from sqla_jobs.worker.custody import Custody
 from sqla_jobs.worker.engines import Engines
+from sqla_jobs.worker.health import Health, address
 from sqla_jobs.worker.maintenance import Maintenance
 from sqla_jobs.worker.recycling import watch
 from sqla_jobs.worker.run import Run
@@ -47,7 +48,8 @@ class Worker:
     used as they are; without either, those of `jobs`. `queues` defaults to the queues of the registered
     tasks. `threads` limits the attempts that run in threads (default: as `concurrency`). `mode="drain"`
     ends when nothing is due any more, `mode="once"` when what one claim of each queue brought has ended.
-    `max_jobs`, `max_runtime` and `max_memory` (bytes) end it when it has done enough.
+    `max_jobs`, `max_runtime` and `max_memory` (bytes) end it when it has done enough. `health_bind`
+    (`"9090"`, `"0.0.0.0:9090"`) opens probes over HTTP; they are closed by default.
 
     `run` returns the exit code: 0 clean, 1 forced by a second `stop`, 6 drain timed out, 7 it has done
     enough, or an attempt is stuck in a thread: then end the process. It raises `ConfigurationError`,
@@ -81,6 +83,7 @@ class Worker:
         max_jobs: int | None = None,
         max_runtime: timedelta | None = None,
         max_memory: int | None = None,
+        health_bind: str | None = None,
         name: str | None = None,
         startup_timeout: timedelta = timedelta(seconds=30),
         events: Events | None = None,
@@ -121,6 +124,10 @@ class Worker:
         )
         self._engines.check(jobs.tasks.values())
         self._listens = listen
+        if health_bind is not None:
+            address(health_bind)
+        self._health_bind = health_bind
+        self._health: Health | None = None
         self._tables = jobs.tables
         self._stops = 0
         self._quiet = False
@@ -153,11 +160,23 @@ class Worker:
         Cancelling it is the same as `stop`: it drains, and is cancelled then.
         """
         self._begin()
-        try:
-            await self._reach_database()
-            return await self._work()
-        finally:
-            await self._close()
+        with ExitStack() as stack:
+            if self._health_bind is not None:
+                self._health = stack.enter_context(Health(self._health_bind))
+                beats = asyncio.create_task(self._beat(self._health), name="sqla_jobs health")
+                stack.callback(beats.cancel)
+            try:
+                await self._reach_database()
+                return await self._work()
+            finally:
+                await self._close()
+
+    async def _beat(self, health: Health) -> None:
+        while True:
+            health.beat()
+            health.stopping = self._stopping.is_set()
+            health.claims_fail = self._claims.failing
+            await asyncio.sleep(0.5)
 
     async def check(self) -> None:
         """Only what comes before the work: the database is reached and has our schema.
@@ -252,6 +271,8 @@ class Worker:
         for queue in set(self.queues) - {task.options.queue for task in self.jobs.tasks.values()}:
             self.events.emit("queue.without_task", queue=queue)  # a typo, perhaps
         self._remark_small_pools()
+        if self._health is not None:
+            self._health.started = True
         self._custody.keeper.start()
         with suppress(Exception):  # connect now: later the pool may be full of handlers' sessions
             await self._settle_lane.run(connect_only, deadline=self._settings.deadline)
@@ -324,7 +345,11 @@ class Worker:
             except Exception as error:
                 self.events.emit("loop.crashed", loop=name, error=repr(error), retry_in=pause)
                 self._dispatch.woken(None, now=time.monotonic())  # a claim may have died with its answer
+            if self._health is not None:
+                self._health.down.add(name)
             await asyncio.sleep(pause)
+            if self._health is not None:
+                self._health.down.discard(name)
             pause = min(pause * 2, 10.0)
 
     def _wakeups(self) -> Wakeups:

@@ -6,7 +6,7 @@ No leader: rescue is fenced and skips rows that somebody holds, so any number of
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -14,12 +14,13 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import Lost, judge
 from sqla_jobs.core.retry import Retry
 from sqla_jobs.events import Events
 from sqla_jobs.store.archive import purge
 from sqla_jobs.store.door import brief
-from sqla_jobs.store.rescue import ExpiredLease, cancel_expired, expired_leases
+from sqla_jobs.store.rescue import Expired, ExpiredLease, cancel_expired, expired_leases
 from sqla_jobs.store.settle import Entry, Settled, settle_expired
 from sqla_jobs.tasks import Jobs
 
@@ -27,6 +28,9 @@ __all__ = ["Maintenance"]
 
 _PURGE_EVERY = 600.0
 _BATCH = 1000
+#: A look at what is left behind. If the database refuses all of it, that is some 300 statements of the claim
+#: lane, which must stay far below a lane's deadline; what is refused is left out of the next look.
+_LOOK = 100
 
 OnLane = Callable[[Callable[[Connection], Any]], Awaitable[Any]]
 
@@ -51,8 +55,8 @@ class Maintenance:
             for queue in self._queues:
                 if stopping.is_set():
                     return
-                await self._try("rescue", self._rescue(queue))
-                await self._try("expire", self._expire(queue))
+                await self._try("rescue", self._rescue(queue, stopping))
+                await self._try("expire", self._expire(queue, stopping))
             if time.monotonic() - purged >= _PURGE_EVERY:
                 purged = time.monotonic()
                 await self._try("purge", self._purge(stopping))
@@ -66,18 +70,27 @@ class Maintenance:
         except Exception as error:
             self._events.emit("database.error", operation=operation, error=brief(error), retry_in=self._every)
 
-    async def _rescue(self, queue: str) -> None:
-        tables = self._jobs.tables
-        expired = await self._on_lane(partial(expired_leases, tables=tables, queue=queue))
-        if not expired:
-            return
-        entries = [self._judged(each) for each in expired]
-        settled: Settled = await self._on_lane(
-            partial(settle_expired, tables=tables, entries=entries, retention=self._jobs.retention)
-        )
+    async def _rescue(self, queue: str, stopping: asyncio.Event) -> None:
+        """Look after look, until one changes nothing."""
+        tables, retention = self._jobs.tables, self._jobs.retention
+        refused: list[int] = []
+        while not stopping.is_set():
+            look = partial(expired_leases, tables=tables, queue=queue, limit=_LOOK, beside=refused)
+            expired: list[ExpiredLease] = await self._on_lane(look)
+            if not expired:
+                return
+            entries = [self._judged(each) for each in expired]
+            settled: Settled = await self._on_lane(
+                partial(settle_expired, tables=tables, entries=entries, retention=retention)
+            )
+            self._tell_rescued(queue, settled, {each.lease: each.kind for each in expired})
+            if not (settled.written or settled.refused):
+                return
+            refused += [lease.id for (lease, _), _ in settled.refused]
+
+    def _tell_rescued(self, queue: str, settled: Settled, kinds: Mapping[Lease, str]) -> None:
         if settled.written:
             self._events.emit("job.rescued", jobs=settled.written)
-        kinds = {each.lease: each.kind for each in expired}
         for (lease, _), error in settled.kept:
             self._events.emit("archive.refused", job=lease.id, queue=queue, kind=kinds[lease], error=error)
         for (lease, _), error in settled.refused:
@@ -90,12 +103,27 @@ class Maintenance:
         lost = Lost(expired.lease.owner, retry.wait(expired.attempt, spread=random.random()))
         return expired.lease, judge(lost, attempt=expired.attempt, max_attempts=expired.max_attempts)
 
-    async def _expire(self, queue: str) -> None:
-        late = await self._on_lane(
-            partial(cancel_expired, tables=self._jobs.tables, queue=queue, retention=self._jobs.retention)
-        )
-        if late:
-            self._events.emit("job.expired", jobs=late)
+    async def _expire(self, queue: str, stopping: asyncio.Event) -> None:
+        tables, retention = self._jobs.tables, self._jobs.retention
+        refused: list[int] = []
+        while not stopping.is_set():
+            expired: Expired = await self._on_lane(
+                partial(
+                    cancel_expired,
+                    tables=tables,
+                    queue=queue,
+                    retention=retention,
+                    limit=_LOOK,
+                    beside=refused,
+                )
+            )
+            if expired.cancelled:
+                self._events.emit("job.expired", jobs=expired.cancelled)
+            for id_, kind, error in expired.refused:
+                self._events.emit("outcome.refused", job=id_, queue=queue, kind=kind, error=error)
+            if not (expired.cancelled or expired.refused):
+                return
+            refused += [each.id for each in expired.refused]
 
     async def _purge(self, stopping: asyncio.Event) -> None:
         verb = partial(purge, tables=self._jobs.tables, retention=self._jobs.retention, limit=_BATCH)

@@ -183,6 +183,13 @@ OPTIONS: tuple[_Option, ...] = (
         metavar="SIZE",
     ),
     _Option(
+        ("--health-bind",),
+        str,
+        None,
+        "answer probes there: 9090, or 0.0.0.0:9090 (default: nowhere)",
+        metavar="ADDRESS",
+    ),
+    _Option(
         ("--name",),
         str,
         None,
@@ -347,6 +354,7 @@ def make_worker(options: Mapping[str, Any], *, events: Events) -> tuple[Worker, 
         max_jobs=options["max_jobs"],
         max_runtime=options["max_runtime"],
         max_memory=options["max_memory"],
+        health_bind=options["health_bind"],
         name=options["name"],
         events=events,
     )

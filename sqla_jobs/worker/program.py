@@ -22,6 +22,7 @@ from typing import Any
 
 from sqla_jobs.errors import (
     AppError,
+    ConfigurationError,
     DatabaseUnreachable,
     SchemaMismatch,
     SqlaJobsError,
@@ -60,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         configure(level=options["log_level"], form=options["log_format"])
         events = Events()
         log_events(events)
+        if options["processes"] > 1 and options["health_bind"] is not None:
+            raise ConfigurationError("--health-bind is for one process: the children would want one address")
         if options["processes"] > 1 and not pipe and not arguments.check:
             return _supervise(arguments, options, events)
         worker, source = make_worker(options, events=events)

@@ -320,7 +320,7 @@ class TenantJob(JobMixin, Base):
     __tablename__ = "tenant_jobs"
 
     tenant: Mapped[str | None]
-    shard: Mapped[int] = mapped_column(default=lambda: 7, server_default="0")
+    shard: Mapped[int] = mapped_column(default=7, server_default="0")
     due_on: Mapped[date | None]
     thing_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("things.id"))
 
@@ -501,6 +501,35 @@ async def test_columns_of_the_users_are_filled_and_reach_the_archive(
     assert not again.created
     archived = rows(tenants_engine, "SELECT id, tenant, shard, due_on, thing_id FROM tenant_jobs_archive")
     assert sorted(archived) == sorted(expected)
+
+
+def test_a_select_fills_columns_of_the_users_as_other_calls_do(tenants_engine: Engine) -> None:
+    own = Jobs(TenantJob)
+
+    @own.task(name="plain")
+    def plain(value: int) -> None: ...
+
+    with Session(tenants_engine) as session, session.begin():
+        enqueue_select(session, plain.using(columns={"tenant": "acme"}), select(literal(1).label("value")))
+
+    assert rows(tenants_engine, "SELECT tenant, shard FROM tenant_jobs") == [("acme", 7)]
+
+
+def test_a_select_cannot_call_a_default_of_python() -> None:
+    class Other(DeclarativeBase):
+        pass
+
+    class Tracked(JobMixin, Other):
+        __tablename__ = "tracked"
+        token: Mapped[uuid.UUID] = mapped_column(default=uuid.uuid4, server_default=func.gen_random_uuid())
+
+    own = Jobs(Tracked)
+
+    @own.task(name="plain")
+    def plain(value: int) -> None: ...
+
+    with Session() as session, pytest.raises(ConfigurationError, match="'token' of tracked has a default in"):
+        enqueue_select(session, plain, select(literal(1).label("value")))
 
 
 @pytest.mark.parametrize(

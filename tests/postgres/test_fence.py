@@ -398,6 +398,7 @@ def test_while_a_settle_is_open_the_rescue_takes_nothing(clean: Engine, a: Conne
 def test_a_handlers_commit_that_waits_for_a_rescue_finds_its_lease_lost(
     clean: Engine, a: Connection, b: Connection, verdict: Verdict
 ) -> None:
+    """Interleaving 24: the rescue takes over while the handler's transaction is open."""
     job = put(a)
     lease = take_one(a, "A")
     expire(a, lease)

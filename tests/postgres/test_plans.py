@@ -101,7 +101,7 @@ STATEMENTS: dict[str, tuple[Executable, dict[str, Any], set[str]]] = {
     "ours": (ours_statement(TABLES.jobs), BATCH, FENCED),
     "expired leases": (expired_leases_statement(TABLES.jobs), BATCH | {"limit": 500}, {"running_idx"}),
     "release unknown": (release_unknown_statement(TABLES.jobs), BATCH, {"running_idx", "pkey"}),
-    "late": (late_statement(TABLES.jobs), {"q": "default", "limit": 500}, {"expiry_idx"}),
+    "late": (late_statement(TABLES.jobs), BATCH | {"limit": 500}, {"expiry_idx"}),
     "cancel late": (cancel_late_statement(TABLES), BATCH, {"expiry_idx", "pkey"}),
     "find": (find_statement(TABLES), {"id": 4711}, {"pkey"}),
     "purge failed": (purge_statement(TABLES.jobs, JobStatus.FAILED), WEEK, {"failed_idx", "pkey"}),

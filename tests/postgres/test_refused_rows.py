@@ -11,7 +11,7 @@ from workers import until_row, working
 
 from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.core.retry import Retry
-from sqla_jobs.store.rescue import cancel_expired
+from sqla_jobs.store.rescue import Refused, cancel_expired, expired_leases
 from sqla_jobs.store.settle import settle_expired
 from sqla_jobs.tasks import Jobs
 
@@ -28,14 +28,23 @@ ARCHIVE = (
     ),
     "CREATE TRIGGER no BEFORE INSERT ON background_jobs_archive FOR EACH ROW EXECUTE FUNCTION no()",
 )
-#: Another lets nobody change the row at all.
-FROZEN = (
-    (
-        "CREATE FUNCTION never() RETURNS trigger LANGUAGE plpgsql AS "
-        "$$ BEGIN IF OLD.id = 3 THEN RAISE EXCEPTION 'never'; END IF; RETURN coalesce(NEW, OLD); END $$"
-    ),
-    "CREATE TRIGGER never BEFORE UPDATE OR DELETE ON background_jobs FOR EACH ROW EXECUTE FUNCTION never()",
-)
+
+
+def frozen(which: str) -> tuple[str, ...]:
+    """Another lets nobody change these rows at all."""
+    return (
+        (
+            "CREATE FUNCTION never() RETURNS trigger LANGUAGE plpgsql AS "
+            f"$$ BEGIN IF {which} THEN RAISE EXCEPTION 'never'; END IF; RETURN coalesce(NEW, OLD); END $$"
+        ),
+        (
+            "CREATE TRIGGER never BEFORE UPDATE OR DELETE ON background_jobs "
+            "FOR EACH ROW EXECUTE FUNCTION never()"
+        ),
+    )
+
+
+FROZEN = frozen("OLD.id = 3")
 
 
 @pytest.fixture
@@ -98,11 +107,86 @@ def test_an_expired_row_that_cannot_be_archived_is_cancelled_in_place(
     run(own, "UPDATE background_jobs SET expires_at = now() - interval '1 second'")
     refuse(own, refusal)
 
-    ids = cancel_expired(own, TABLES, queue="default", retention=KEEP)
+    expired = cancel_expired(own, TABLES, queue="default", retention=KEEP)
 
-    assert sorted(ids) == [1, 2, 3, 4, 5]
+    assert (sorted(expired.cancelled), expired.refused) == ([1, 2, 3, 4, 5], [])
     assert statuses(own) == dict.fromkeys(range(1, 6), "cancelled")
     assert own.execute(text("SELECT id, last_error FROM background_jobs")).all() == [(3, "expired")]
+
+
+@pytest.mark.parametrize("place", [1, 3, 5])
+def test_an_expired_row_that_cannot_be_written_at_all_comes_back_and_the_others_are_cancelled(
+    own: Connection, place: int
+) -> None:
+    put_many(own, 5)
+    run(own, "UPDATE background_jobs SET expires_at = now() - interval '1 second'")
+    refuse(own, frozen("OLD.id = " + str(place)))
+
+    expired = cancel_expired(own, TABLES, queue="default", retention=KEEP)
+
+    assert sorted(expired.cancelled) == [id_ for id_ in range(1, 6) if id_ != place]
+    assert expired.refused == [Refused(place, "noop", "RaiseException: never")]
+    assert statuses(own) == dict.fromkeys(range(1, 6), "cancelled") | {place: "ready"}
+
+
+def test_a_look_leaves_out_what_was_refused_already(own: Connection) -> None:
+    put_many(own, 4)
+    expire(own, *[job.lease for job in claimed(own, limit=4)])
+    put_many(own, 4)
+    run(own, "UPDATE background_jobs SET expires_at = now() - interval '1 second' WHERE status = 'ready'")
+
+    leases = expired_leases(own, TABLES, queue="default", beside=[1, 3])
+    late = cancel_expired(own, TABLES, queue="default", retention=KEEP, beside=[5, 7])
+
+    assert sorted(each.lease.id for each in leases) == [2, 4]
+    assert sorted(late.cancelled) == [6, 8]
+
+
+@pytest.mark.parametrize("left", ["leases", "expiries"])
+async def test_more_refused_rows_than_a_pass_looks_at_keep_no_other_waiting(
+    engine: Engine, database_url: str, own: Connection, left: str
+) -> None:
+    """They are the oldest: without more ado every look would find them, and nothing else."""
+    jobs = Jobs(Job)
+
+    @jobs.task(name="noop")
+    def noop() -> None: ...
+
+    put_many(own, 252)
+    if left == "leases":
+        expire(own, *[job.lease for job in claimed(own, limit=252)])
+        run(own, "UPDATE background_jobs SET locked_until = locked_until + id * interval '1 us'")
+    else:
+        run(own, "UPDATE background_jobs SET expires_at = now() - interval '1 h' + id * interval '1 us'")
+    refuse(own, frozen("OLD.id <= 251"))
+
+    async with working(jobs, database_url, lease=timedelta(seconds=8)):
+        await until_row(
+            engine,
+            "SELECT 1 FROM background_jobs WHERE id = 252 AND status = 'ready' AND fencing_token > 0 "
+            "UNION ALL SELECT 1 FROM background_jobs_archive WHERE id = 252",
+        )
+
+    assert {statuses(own)[id_] for id_ in range(1, 252)} == {"running" if left == "leases" else "ready"}
+
+
+async def test_a_worker_tells_what_it_could_not_cancel(database_url: str, own: Connection) -> None:
+    jobs = Jobs(Job)
+
+    @jobs.task(name="noop")
+    def noop() -> None: ...
+
+    put_many(own, 3)
+    run(own, "UPDATE background_jobs SET expires_at = now() - interval '1 second'")
+    refuse(own, FROZEN)
+
+    async with working(jobs, database_url, lease=timedelta(seconds=2)) as (_, heard):
+        refused = await heard.event("outcome.refused")
+        cancelled = await heard.event("job.expired")
+
+    assert refused.fields == {"job": 3, "queue": "default", "kind": "noop", "error": "RaiseException: never"}
+    assert sorted(cancelled.fields["jobs"]) == [1, 2]  # type: ignore[call-overload]
+    assert heard.named("database.error") == []
 
 
 async def test_a_worker_tells_what_it_could_not_rescue(

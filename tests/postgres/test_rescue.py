@@ -171,7 +171,7 @@ def test_a_job_that_expired_unclaimed_is_cancelled_with_that_reason(a: Connectio
     job = put(a, payload='{"order": 7}', expires_at=AGO)
 
     with listening(clean_url) as ear:
-        assert cancel_expired(a, TABLES, queue="default", retention=KEEP) == [job]
+        assert cancel_expired(a, TABLES, queue="default", retention=KEEP).cancelled == [job]
         assert ear.heard() == []
 
     [row] = archive(a)
@@ -187,7 +187,7 @@ def test_only_what_has_expired_is_cancelled(a: Connection) -> None:
     put(a, expires_at=AGO, queue="mail")
     put(a, expires_at=AGO, status="blocked")
 
-    assert cancel_expired(a, TABLES, queue="default", retention=KEEP) == []
+    assert cancel_expired(a, TABLES, queue="default", retention=KEEP).cancelled == []
     assert archive(a) == []
 
 
@@ -196,7 +196,7 @@ def test_a_job_that_was_claimed_before_it_expired_goes_on(a: Connection) -> None
     written(a, (take_one(a), judged(Released())))
     run(a, "UPDATE background_jobs SET expires_at = :ago", ago=AGO)
 
-    assert cancel_expired(a, TABLES, queue="default", retention=KEEP) == []
+    assert cancel_expired(a, TABLES, queue="default", retention=KEEP).cancelled == []
     assert statuses(a) == {job: "ready"}
 
 
@@ -205,13 +205,13 @@ def test_a_running_job_does_not_expire(a: Connection) -> None:
     take_one(a)
     run(a, "UPDATE background_jobs SET expires_at = :ago, fencing_token = 0", ago=AGO)
 
-    assert cancel_expired(a, TABLES, queue="default", retention=KEEP) == []
+    assert cancel_expired(a, TABLES, queue="default", retention=KEEP).cancelled == []
 
 
 def test_a_pass_takes_no_more_than_its_limit(a: Connection) -> None:
     jobs = [put(a, expires_at=AGO) for _ in range(5)]
 
-    taken = [cancel_expired(a, TABLES, queue="default", retention=KEEP, limit=2) for _ in range(4)]
+    taken = [cancel_expired(a, TABLES, queue="default", retention=KEEP, limit=2).cancelled for _ in range(4)]
 
     assert sorted(map(len, taken)) == [0, 1, 2, 2]
     assert sorted(job for each in taken for job in each) == jobs
@@ -222,7 +222,7 @@ def test_an_expired_job_is_archived_as_long_as_cancelled_ones_are(a: Connection,
     put(a, expires_at=AGO)
     retention = Retention(cancelled=timedelta(days=1) if kept else timedelta(0), done=timedelta(0))
 
-    assert len(cancel_expired(a, TABLES, queue="default", retention=retention)) == 1
+    assert len(cancel_expired(a, TABLES, queue="default", retention=retention).cancelled) == 1
     assert len(archive(a)) == kept
     assert ask(a, "SELECT count(*) FROM background_jobs") == 0
 
@@ -233,4 +233,4 @@ def test_an_expired_job_that_somebody_holds_is_left(clean: Engine, a: Connection
     with clean.connect() as user:
         run(user, "SELECT 1 FROM background_jobs WHERE id = :id FOR UPDATE", id=held)
 
-        assert cancel_expired(a, TABLES, queue="default", retention=KEEP) == [free]
+        assert cancel_expired(a, TABLES, queue="default", retention=KEEP).cancelled == [free]

@@ -328,7 +328,7 @@ def test_the_same_job_twice_in_a_batch_is_written_once(a: Connection) -> None:
     assert [row["status"] for row in archive(a)] == ["done"]
 
 
-# -- a row that somebody holds (interleaving 13)
+# -- a row that somebody holds
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["done", "mixed"])
@@ -344,6 +344,7 @@ def test_the_same_job_twice_in_a_batch_is_written_once(a: Connection) -> None:
 def test_one_row_held_by_somebody_delays_no_other(
     clean: Engine, a: Connection, hold: str, mixed: bool
 ) -> None:
+    """Interleaving 13: the others are settled at once, this one when it is free; nothing is stale."""
     put_many(a, 100)
     leases = take(a, limit=100)
     batch = mixed_batch(leases) if mixed else [(lease, DONE) for lease in leases]
@@ -399,6 +400,7 @@ REFUSED = {
 def test_a_value_that_the_database_refuses_costs_its_own_row_only(
     a: Connection, verdict: Verdict, place: int
 ) -> None:
+    """Interleaving 14."""
     put_many(a, 20)
     leases = take(a, limit=20)
     batch = [(lease, DONE) for lease in leases]

@@ -55,6 +55,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "concurrency": 10,
         "threads": None,
         "processes": 1,
+        "health_bind": None,
         "max_jobs": None,
         "max_runtime": None,
         "max_memory": None,
