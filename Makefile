@@ -4,11 +4,11 @@
 BIN := .venv/bin
 GATE := .ci/run
 
-.PHONY: help venv format lint types layers test test-15 check wheel ci mutants full bench clean
+.PHONY: help venv format lint types layers test test-15 sqlalchemy-20 check wheel ci mutants full bench clean
 
 help: ## print this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | \
-		awk -F '\t' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+		awk -F '\t' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
 venv: ## make or refresh .venv, with the maintainers' tools
 	@$(GATE) install
@@ -31,6 +31,9 @@ test: ## the suite on PostgreSQL 18 (for a part: .venv/bin/pytest tests/pure)
 
 test-15: ## the database tests on PostgreSQL 15
 	@$(GATE) test-15
+
+sqlalchemy-20: ## the pure and the database tests on the newest SQLAlchemy 2.0
+	@$(GATE) sqlalchemy-20
 
 check: ## before every commit: format, lint, types, layers, test; changes nothing
 	@$(GATE) format lint types layers test

@@ -8,7 +8,7 @@ or write rows.
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sqlalchemy import (
     ARRAY,
@@ -58,9 +58,16 @@ class JobMixin:
     All times are timestamps with time zone. Every column but `kind` has a server default or may be
     null, so that a plain `INSERT INTO jobs (kind, payload)` enqueues. The satellite tables (archive,
     queues, schedules, workers, dependencies, audit) are declared with it, on the same metadata, named
-    by its table name. Columns that you add need a server default or must be nullable.
+    by its table name.
 
-    Raises `ConfigurationError` at mapping when the table name is too long.
+    Columns that you add, in the class or in a single-table subclass, go to the archive with their job. They
+    need a server default or must be nullable, and may not replace ours. A `__mapper_args__` of yours starts
+    with `**JobMixin.__mapper_args__`. A dataclass base makes an `__init__` without our columns: write
+    `class Job(JobMixin, Base, init=False)` if you want `Job(kind=...)`. SQLModel with `table=True` has
+    pydantic's `__init__`, which ignores them: enqueue there, or map Job on a base with SQLModel's metadata.
+
+    Raises `ConfigurationError` at mapping for what cannot work: a table name too long for its satellites, a
+    column against these rules, a subclass with a table of its own.
 
     >>> from sqlalchemy.orm import DeclarativeBase
     >>> class Base(DeclarativeBase):
@@ -134,6 +141,25 @@ class JobMixin:
         __mapper_args__ = {"primary_key": ["id"]}
 
 
+@cache
+def own_columns() -> frozenset[str]:
+    """The names of the columns that the mixin brings; the others of a jobs table are the user's."""
+    return frozenset(name for name, value in vars(JobMixin).items() if isinstance(value, MappedColumn))
+
+
+#: In Column.info, which declarative copies with the column: what replaces a column of ours has it not.
+_OURS = "sqla_jobs"
+for _name in own_columns():
+    vars(JobMixin)[_name].column.info[_OURS] = True
+
+# Binds and labels of our statements. Of an UPDATE or INSERT SQLAlchemy takes a parameter for the column
+# of that name, and a label beside such a column is ambiguous (tests/postgres/test_models_columns.py).
+_TAKEN = frozenset({
+    "delays", "errors", "final", "given_back", "ids", "keep_cancelled", "keep_done", "lease", "limit",
+    "outcome_result", "owner", "owners", "prefetch", "q", "reason", "results", "statuses", "tokens",
+})  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class Tables:
     """The tables behind one Job class, and the classes mapped to the satellites."""
@@ -151,20 +177,20 @@ class Tables:
 _known: dict[Table, Tables] = {}
 
 
-@cache
-def own_columns() -> frozenset[str]:
-    """The names of the columns that the mixin brings; the others of a jobs table are the user's."""
-    return frozenset(name for name, value in vars(JobMixin).items() if isinstance(value, MappedColumn))
-
-
 def tables_of(model: type) -> Tables:
-    """The tables of a mapped Job class. Raises `ConfigurationError` when it is not one."""
+    """The tables of a mapped Job class. Raises `ConfigurationError` when it is not one, or changed since."""
     mapper: Any = inspect(model, raiseerr=False) if isinstance(model, type) else None
     local: Any = mapper.local_table if isinstance(mapper, Mapper) else None
     tables = _known.get(local)
     if tables is None:
         raise ConfigurationError(
             f"{model!r} is not a mapped Job class: write `class Job(JobMixin, Base): __tablename__ = ...`"
+        )
+    if len(tables.jobs.c) != len(tables.archive.c):
+        late = [column.name for column in tables.jobs.c if column.name not in tables.archive.c]
+        raise ConfigurationError(
+            f"column {late[0]!r} was added to {model.__name__} when it was mapped already, so its archive "
+            "lacks it: declare it in the body of the class"
         )
     return tables
 
@@ -173,7 +199,10 @@ def tables_of(model: type) -> Tables:
 def _complete(mapper: Mapper[Any], cls: type) -> None:
     """Indexes, checks and DDL events, before anybody can ask for the table."""
     jobs = mapper.local_table
-    if mapper.inherits is not None or not isinstance(jobs, Table) or jobs in _known:
+    if mapper.inherits is not None:
+        _extend(mapper, cls)
+        return
+    if not isinstance(jobs, Table) or jobs in _known:
         return
     if len(jobs.name.encode()) > _LONGEST_NAME:
         raise ConfigurationError(
@@ -187,8 +216,25 @@ def _complete(mapper: Mapper[Any], cls: type) -> None:
     _known[jobs] = _satellites(jobs)
 
 
+def _extend(mapper: Mapper[Any], cls: type) -> None:
+    """A subclass shares the table; columns that it brings are there already, and go to the archive too."""
+    tables = _known.get(cast("Table", mapper.local_table))
+    if tables is None:
+        raise ConfigurationError(
+            f"{cls.__name__} has a table of its own beside that of its jobs: a job leaves its table when it "
+            "ends, and that part would stay behind; leave __tablename__ out (single-table inheritance), or "
+            "derive it from JobMixin and your base"
+        )
+    _check_columns(tables.jobs, cls)
+    archived: Mapper[Any] = inspect(tables.classes["archive"])
+    for column in _archive_columns(tables.jobs):
+        if column.name not in tables.archive.c:
+            tables.archive.append_column(column)
+            archived.add_property(column.key, column)
+
+
 @event.listens_for(JobMixin, "after_mapper_constructed", propagate=True)
-def _check_key(mapper: Mapper[Any], cls: type) -> None:
+def _check_mapper(mapper: Mapper[Any], cls: type) -> None:
     """A user's own __mapper_args__ takes the place of ours, and `session.get(Job, id)` would be broken."""
     keys = tuple(column.key for column in mapper.primary_key)
     if mapper.inherits is None and keys != ("id",):
@@ -196,24 +242,40 @@ def _check_key(mapper: Mapper[Any], cls: type) -> None:
             f"the mapper key of {cls.__name__} is {keys}, not id: start its __mapper_args__ with "
             "**JobMixin.__mapper_args__"
         )
+    counted = mapper.version_id_col
+    if counted is not None and counted.name in own_columns():
+        raise ConfigurationError(
+            f"version_id_col of {cls.__name__} is {counted.name!r}, which the ORM would change with every "
+            "UPDATE, behind the back of the worker that runs the job: give it a column of your own"
+        )
 
 
 def _check_columns(jobs: Table, cls: type) -> None:
-    """Ours are there as we declare them, and every row may be written without the user's."""
-    ours = own_columns()
-    for name in ours:
-        declared: Any = vars(JobMixin)[name].column.type
-        if name not in jobs.c or not isinstance(jobs.c[name].type, type(declared)):
+    """Ours are there as we declare them, every row may be written without the user's, no name is taken."""
+    for name in sorted(own_columns()):
+        if name not in jobs.c or _OURS not in jobs.c[name].info:
             raise ConfigurationError(
                 f"{name!r} of {cls.__name__} is a column of JobMixin, which every statement relies on: give "
-                "yours another name"
+                "yours another name, and put JobMixin before classes that have a column of that name"
             )
-    for column in jobs.c:
+    users = {column.name: column for column in jobs.c if column.name not in own_columns()}
+    for name, column in users.items():
         optional = column.nullable or column.server_default is not None or column.identity is not None
-        if column.name not in ours and not optional:
+        if not optional:
             raise ConfigurationError(
-                f"column {column.name!r} of {cls.__name__} has no server_default and must not be null, so a "
+                f"column {name!r} of {cls.__name__} has no server_default and must not be null, so a "
                 "plain INSERT of a job would fail: make it nullable, or give it a server_default"
+            )
+        # f"user_{other}" and its_: the parameters of outbox.rows
+        if name in _TAKEN or name.startswith("its_") or name.removeprefix("user_") in users.keys() - {name}:
+            raise ConfigurationError(
+                f"{name!r} of {cls.__name__} is the name of a parameter of our statements: call the column "
+                f'otherwise; the attribute may keep its name, `{name} = mapped_column("job_{name}", ...)`'
+            )
+        if column.key != name:
+            raise ConfigurationError(
+                f"column {name!r} of {cls.__name__} has the key {column.key!r}: leave key= out, the "
+                "attribute has a name of its own anyway"
             )
 
 
@@ -315,15 +377,17 @@ def _satellites(jobs: Table) -> Tables:
 def _archive_columns(jobs: Table) -> list[Column[Any]]:
     """The columns of the jobs table, without defaults: a finished row is written whole.
 
-    finished_at is in the key because the partitioned shape is by it; both shapes have the same keys.
+    finished_at is in the key because the partitioned shape is by it; both shapes have the same keys. The
+    user's may be null, or the migration that adds one would fail on the rows that are there.
     """
     keys = ("id", "queue", "finished_at")
+    ours = own_columns()
     return [
         Column(
             c.name,
             c.type,
             primary_key=c.name in keys,
-            nullable=c.nullable and c.name not in keys,
+            nullable=(c.nullable or c.name not in ours) and c.name not in keys,
             autoincrement=False,
         )
         for c in jobs.columns

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from flask_sqlalchemy import SQLAlchemy
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -77,6 +78,39 @@ def dataclasses() -> Made:
     return Made(Job, Base.metadata, new=by_attributes, columns={"tenant": "acme"})
 
 
+def dataclass_without_init() -> Made:
+    class Base(MappedAsDataclass, DeclarativeBase):
+        pass
+
+    class Job(JobMixin, Base, init=False):
+        __tablename__ = "jobs"
+        tenant: Mapped[str | None] = mapped_column(default=None)
+
+    return Made(Job, Base.metadata, columns={"tenant": "acme"})
+
+
+def dataclass_of_one_class() -> Made:
+    class Base(DeclarativeBase):
+        pass
+
+    class Job(JobMixin, MappedAsDataclass, Base):
+        __tablename__ = "jobs"
+        tenant: Mapped[str | None] = mapped_column(default=None)
+
+    return Made(Job, Base.metadata, new=by_attributes, columns={"tenant": "acme"})
+
+
+def decorated_dataclass() -> Made:
+    reg = registry()
+
+    @reg.mapped_as_dataclass
+    class Job(JobMixin):
+        __tablename__ = "jobs"
+        tenant: Mapped[str | None] = mapped_column(default=None)
+
+    return Made(Job, reg.metadata, new=by_attributes, columns={"tenant": "acme"})
+
+
 def function() -> Made:
     base: Any = declarative_base()
 
@@ -115,6 +149,20 @@ def flask_model_class() -> Made:
         __tablename__ = "jobs"
 
     return Made(Job, db.metadata)
+
+
+def flask_dataclass() -> Made:
+    """By the class: a dataclass base as model_class fails inside Flask-SQLAlchemy 3.1 on SQLAlchemy 2.1."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    db = SQLAlchemy(model_class=Base)
+
+    class Job(JobMixin, MappedAsDataclass, db.Model):  # type: ignore[name-defined, misc]
+        tenant: Mapped[str | None] = mapped_column(default=None)
+
+    return Made(Job, db.metadata, new=by_attributes, columns={"tenant": "acme"}, table="job")
 
 
 def sqlmodel_metadata() -> Made:
@@ -211,8 +259,9 @@ def single_table_inheritance() -> Made:
 
     class Special(Job):
         __mapper_args__ = {"polymorphic_identity": "special"}  # noqa: RUF012
+        sugar: Mapped[int | None]
 
-    return Made(Special, Base.metadata)
+    return Made(Special, Base.metadata, columns={"sugar": 7})
 
 
 def second_of_two() -> Made:
@@ -227,6 +276,17 @@ def second_of_two() -> Made:
 
     assert Jobs(Mail).tables.archive is not Jobs(Job).tables.archive
     return Made(Job, Base.metadata)
+
+
+def own_index_and_name_to_quote() -> Made:
+    class Base(DeclarativeBase):
+        pass
+
+    class Job(JobMixin, Base):
+        __tablename__ = "Our Jobs"
+        __table_args__ = (sa.Index("by_kind", "kind", "created_at"),)
+
+    return Made(Job, Base.metadata, table="Our Jobs")
 
 
 def same_name_in_two_schemas() -> Made:
@@ -245,9 +305,10 @@ def same_name_in_two_schemas() -> Made:
 
 
 BASES = [
-    declarative, dataclasses, function, decorated, flask_classic, flask_model_class,
-    sqlmodel_metadata, sqlmodel_direct, everything_of_ones_own, through_an_abstract_class,
-    single_table_inheritance, second_of_two, same_name_in_two_schemas,
+    declarative, dataclasses, dataclass_without_init, dataclass_of_one_class, decorated_dataclass, function,
+    decorated, flask_classic, flask_model_class, flask_dataclass, sqlmodel_metadata, sqlmodel_direct,
+    everything_of_ones_own, through_an_abstract_class, single_table_inheritance, second_of_two,
+    own_index_and_name_to_quote, same_name_in_two_schemas,
 ]  # fmt: skip
 
 
@@ -262,7 +323,7 @@ def empty(empty_database_url: str) -> Iterator[sa.Engine]:
 
 @pytest.mark.parametrize("make", BASES, ids=lambda make: make.__name__)
 async def test_a_job_class_on_this_base_is_a_complete_queue(
-    empty: sa.Engine, empty_database_url: str, make: Callable[[], Made]
+    clean: sa.Engine, empty: sa.Engine, empty_database_url: str, make: Callable[[], Made]
 ) -> None:
     made = make()
     jobs = Jobs(made.job)
@@ -282,18 +343,18 @@ async def test_a_job_class_on_this_base_is_a_complete_queue(
         assert (found.kind, found.payload, found.status) == ("job", {"value": 1}, "ready")
     code = await finished(Worker(jobs, url=empty_database_url, mode="drain"))
 
-    name = f"{made.schema}.{made.table}" if made.schema else made.table
+    schema = made.schema or "public"
+    archive, name = f'{schema}."{made.table}_archive"', f'{schema}."{made.table}"'
     assert code == 0
     assert sorted(value for value, _ in seen) == [1, 2]
     assert all(isinstance(row, made.job) for _, row in seen)
     names = ", ".join(made.columns) or "'x'"
-    archived = rows(empty, f"SELECT status, {names} FROM {name}_archive WHERE id = {handle.id}")
+    archived = rows(empty, f"SELECT status, {names} FROM {archive} WHERE id = {handle.id}")
     assert archived == [("done", *(made.columns.values() or ["x"]))]
     assert rows(empty, f"SELECT count(*) FROM {name}") == [(0,)]
-    kept = [each for each in indexes(empty, made) if each.endswith("_idx")]
-    assert {
-        f"{made.table}_{each}_idx" for each in ("claim", "keyed", "one_per_key", "running", "unique")
-    } <= set(kept)
+    wanted = catalogue(clean, "public", "background_jobs")
+    assert {what for what, *_ in wanted} == set(CATALOGUE)
+    assert wanted - catalogue(empty, schema, made.table) == set()
     with empty.connect() as connection:
         context = MigrationContext.configure(
             connection, opts={"include_schemas": True, "compare_server_default": True}
@@ -301,16 +362,37 @@ async def test_a_job_class_on_this_base_is_a_complete_queue(
         assert compare_metadata(context, made.metadata) == []
 
 
-def indexes(engine: sa.Engine, made: Made) -> list[str]:
-    return [
-        name
-        for (name,) in rows(
-            engine,
-            "SELECT indexname FROM pg_indexes WHERE tablename = :table AND schemaname = :schema",
-            table=made.table,
-            schema=made.schema or "public",
-        )
-    ]
+CATALOGUE = {
+    "column": """
+        SELECT c.relname, a.attname, format_type(a.atttypid, a.atttypmod), a.attidentity, a.attnotnull,
+            pg_get_expr(d.adbin, d.adrelid)
+        FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
+        LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = a.attnum
+        WHERE a.attnum > 0 AND c.relkind = 'r' {here}""",
+    "index": """
+        SELECT c.relname, i.relname, substring(pg_get_indexdef(i.oid) FROM 'USING .*'), x.indisunique
+        FROM pg_index x JOIN pg_class i ON i.oid = x.indexrelid JOIN pg_class c ON c.oid = x.indrelid
+        WHERE i.relname LIKE '%\\_idx' {here}""",
+    "constraint": """
+        SELECT c.relname, pg_get_constraintdef(n.oid), n.contype::text
+        FROM pg_constraint n JOIN pg_class c ON c.oid = n.conrelid WHERE n.contype IN ('p', 'c') {here}""",
+    "trigger": """
+        SELECT c.relname, t.tgname, t.tgtype, t.tgenabled, t.tgnewtable, length(p.prosrc) > 100
+        FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_proc p ON p.oid = t.tgfoid
+        WHERE NOT t.tgisinternal {here}""",
+    "storage": "SELECT c.relname, unnest(c.reloptions) FROM pg_class c WHERE c.relkind = 'r' {here}",
+}
+
+
+def catalogue(engine: sa.Engine, schema: str, table: str) -> set[tuple[str, ...]]:
+    """What PostgreSQL knows of a jobs table and its satellites, under names without the table's own."""
+    here = "AND c.relnamespace = to_regnamespace(:schema)"
+    return {
+        (what, *[str(each).removeprefix(table) for each in (relation, *facts)])
+        for what, statement in CATALOGUE.items()
+        for relation, *facts in rows(engine, statement.format(here=here), schema=schema)
+        if relation == table or relation.startswith(f"{table}_")
+    }
 
 
 def test_flask_sqlalchemys_own_session_takes_part(empty: sa.Engine) -> None:
@@ -340,6 +422,33 @@ def test_flask_sqlalchemys_own_session_takes_part(empty: sa.Engine) -> None:
 
 
 # -- what cannot be
+
+
+def test_a_dataclass_base_makes_an_init_of_the_users_fields_in_their_order() -> None:
+    class Base(MappedAsDataclass, DeclarativeBase):
+        pass
+
+    class Job(JobMixin, Base):
+        __tablename__ = "jobs"
+        tenant: Mapped[str] = mapped_column(server_default="acme")
+        note: Mapped[str | None] = mapped_column(default=None)
+
+    made: type[Any] = Job
+    job = made("acme", "hello")
+
+    assert (job.tenant, job.note, job.kind) == ("acme", "hello", None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'kind'"):
+        made(kind="noop", tenant="acme")
+
+
+def test_what_sqlmodels_init_ignores_is_refused_by_the_database(empty: sa.Engine) -> None:
+    made = sqlmodel_direct()
+    made.metadata.create_all(empty)
+
+    with Session(empty) as session:
+        session.add(made.job(kind="job", payload={"value": 2}))
+        with pytest.raises(IntegrityError, match='"kind"'):
+            session.flush()
 
 
 def test_a_column_without_a_default_that_must_not_be_null_is_refused() -> None:

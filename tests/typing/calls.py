@@ -185,3 +185,11 @@ async def worked(session: Session) -> None:
     worker.quiet()
     assert_type(await worker.run(), int)
     assert_type(limited(1), dict[str, int])
+
+
+def read(session: Session) -> None:
+    """The user's class knows the types of our columns; `jobs.Job` is what they have in common."""
+    assert_type(session.get(Job, 1), Job | None)
+    assert_type(session.get(jobs.Job, 1), JobMixin | None)
+    assert_type(session.scalars(select(Job.kind)).all(), Sequence[str])
+    assert_type(session.get_one(Job, 1).attempts, int)
