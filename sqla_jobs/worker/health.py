@@ -60,7 +60,7 @@ class Health:
 
             do_HEAD = do_GET  # noqa: N815 - the name that http.server looks for
 
-            def log_message(self, *_: object) -> None:
+            def log_message(self, format: str, *_: object) -> None:  # noqa: A002 - http.server's name
                 """Probes come every few seconds."""
 
         try:

@@ -174,6 +174,11 @@ async def test_the_third_signal_or_sigquit_ends_at_once_and_leaves_the_job_to_it
                 await until(lambda: "job.released" in worker.text())
                 worker.process.send_signal(signal.SIGTERM)
                 assert worker.wait() == 1
+                # its backends do not know yet that it is gone, and would still do what they wait for
+                connection.exec_driver_sql(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE datname = current_database() AND wait_event_type = 'Lock'"
+                )
         worker.process.send_signal(signal.SIGCONT)
         code = worker.wait()
 
