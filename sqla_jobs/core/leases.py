@@ -69,6 +69,10 @@ class LeaseBook:
         """Those that ended by the worker's own clock: somebody else may run the job by now."""
         return [lease for lease, end in self._ends.items() if end <= now]
 
+    def first_end(self) -> float | None:
+        """When the first of them ends; None when nothing is open."""
+        return min(self._ends.values(), default=None)
+
     def pause(self, now: float) -> float:
         """Seconds until the next look: when the first becomes due, at most a sixth of a lease."""
         longest = self._lease / 6

@@ -281,14 +281,13 @@ class Custody:
     async def remark(self, stopping: asyncio.Event, on_lane: OnLane) -> None:
         """Say once of each attempt, or of its session, that it has been open for long.
 
-        And end what waits without a deadline of its own: leases by our clock, a settle within a handler's
-        transaction, the ping of a pool.
+        And end what waits without a deadline of its own: a settle within a handler's transaction, the ping
+        of a pool.
         """
         while not stopping.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(max(self._lease / 4, 1.0), 5.0)):
                     await stopping.wait()
-            self.keeper.drop_ended()
             self._left += self._engines.cut_silent_pings(self._deadline)
             now = time.monotonic()
             for run in list(self.held.values()):

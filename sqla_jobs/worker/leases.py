@@ -32,6 +32,9 @@ __all__ = ["LeaseKeeper"]
 T = TypeVar("T")
 Lost = Callable[[list[Lease], str], None]
 
+#: A timer may fire a little early: never ask again in the same moment.
+_CLOCK_TICK = 0.005
+
 
 class LeaseKeeper:
     """The lease lane. `lost` and `cancel_requested` are called in whichever thread finds out."""
@@ -80,11 +83,24 @@ class LeaseKeeper:
         with self._lock:
             self._book.closed(leases)
 
-    def drop_ended(self) -> None:
-        """By our own clock these have ended: somebody may run them by now, whatever the network says.
+    async def watch_ends(self) -> None:
+        """Tell of every lease that ends, in that moment and from the loop, until cancelled.
 
-        Also from the loop: the lane may be waiting for a connection that nobody answers.
+        The lane may wait for an answer that never comes, and may not even be asked before the end has passed.
         """
+        while True:
+            await asyncio.sleep(self._until_an_end())
+            self._drop_ended()
+
+    def _until_an_end(self) -> float:
+        # one that is opened meanwhile does not end earlier than in a lease
+        longest = self._lease.total_seconds() / 4
+        with self._lock:
+            end = self._book.first_end()
+        return longest if end is None else min(max(end - time.monotonic(), _CLOCK_TICK), longest)
+
+    def _drop_ended(self) -> None:
+        """By our own clock these have ended: somebody may run them by now, whatever the network says."""
         with self._lock:
             ended = self._book.ended(time.monotonic())
             self._book.closed(ended)
@@ -131,7 +147,7 @@ class LeaseKeeper:
                     self._requested(self._on(lane, partial(self._look, group)))
                 except Exception as error:
                     self._failed(error)
-            self.drop_ended()
+            self._drop_ended()
         lane.close()
 
     def _on(self, lane: SyncLane, verb: Callable[[Connection], T]) -> T:
@@ -162,7 +178,7 @@ class LeaseKeeper:
                     self._requested(await lane.run(partial(self._look, group), deadline=self._deadline))
                 except Exception as error:
                     self._failed(error)
-            self.drop_ended()
+            self._drop_ended()
         await lane.close()
 
     # -- both

@@ -284,13 +284,14 @@ class Worker:
             self._start("recycling", self._watch),
         }
         wakeups = self._start("wake-ups", self._wakeups().listen)
+        ends = self._start("lease ends", self._custody.keeper.watch_ends)
         cancelled: asyncio.CancelledError | None = None
         try:
             await self._stopping.wait()
         except asyncio.CancelledError as error:
             cancelled = error  # whoever runs us in a task of theirs: the same as a stop
             self.stop()
-        ending = asyncio.ensure_future(self._end(claims, settles, others, wakeups))
+        ending = asyncio.ensure_future(self._end(claims, settles, others, wakeups, ends))
         with anyio.CancelScope(shield=True):  # a scope of anyio's would cancel every wait of the drain
             while not ending.done():
                 try:
@@ -309,13 +310,15 @@ class Worker:
         settles: asyncio.Task[None],
         others: set[asyncio.Task[None]],
         wakeups: asyncio.Task[None],
+        ends: asyncio.Task[None],
     ) -> int:
         wakeups.cancel()  # now: a connect under way takes its time to end
         code = await self._drain(claims)
         self._custody.settler.close()
         # every statement has a deadline, but a server that is frozen may take one after the other to it
         await asyncio.wait({settles, *others}, timeout=self._settings.deadline + 2)
-        await asyncio.wait({wakeups})
+        ends.cancel()  # through the drain: a lease may end in it
+        await asyncio.wait({wakeups, ends})
         await self._custody.gone()
         self.events.emit("worker.stopped", worker=self.id, exit_code=code)
         return code

@@ -108,6 +108,7 @@ LOOPS: dict[str, tuple[type, str]] = {
     "settles": (Settler, "run"),
     "maintenance": (Maintenance, "run"),
     "remarks": (Custody, "remark"),
+    "lease ends": (LeaseKeeper, "watch_ends"),
     "wake-ups": (Wakeups, "listen"),
     "recycling": (Worker, "_watch"),
 }

@@ -113,6 +113,21 @@ def test_closing_what_is_not_open_changes_nothing() -> None:
     assert len(book) == 0
 
 
+# -- the first end
+
+
+def test_the_first_end_is_that_of_the_lease_that_was_opened_or_prolonged_first() -> None:
+    book = opened(A)
+    book.opened([B], sent=105.0)
+    ends = [book.first_end()]
+    book.prolonged([A], sent=120.0)
+    ends.append(book.first_end())
+    book.closed([A, B])
+    ends.append(book.first_end())
+
+    assert ends == [160.0, 165.0, None]
+
+
 # -- pause
 
 
