@@ -1,20 +1,9 @@
 """The lines that keep the guarantees, and how each is broken. One text occurs exactly once in its file."""
 
-from typing import NamedTuple
+from mutants.lines import LINES
+from mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
-
-
-class Mutant(NamedTuple):
-    """One broken line: which guarantee it keeps, and the tests of which one must go red."""
-
-    name: str
-    guarantee: int
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
 
 _PG = "tests/postgres/test_"
 FENCE = (f"{_PG}fence.py",)
@@ -305,4 +294,5 @@ MUTANTS: tuple[Mutant, ...] = (
             "        code = await self._drain(claims)\n",
             "        await self._custody.keeper.stop()\n        code = await self._drain(claims)\n",
             ("tests/postgres/test_guarantees.py",)),
+    *LINES,
 )  # fmt: skip
