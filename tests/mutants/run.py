@@ -4,8 +4,9 @@ usage: python tests/mutants/run.py [WORD ...]     (only mutants whose name or fi
 
 Works in copies of the tree, never in it. Before the first mutant the same tests must be green; one that
 fails among the others and passes alone is named as flaky, and goes on. A mutant is turned red when a test
-fails by what it asserts. One that breaks an import, the text of a statement or a fixture, or that hangs,
-proves nothing and counts as broken. Ends with "N of N turned red", and with 1 if that is not so.
+fails by what it asserts (one of a whole file twice, the second time alone). One that breaks an import,
+the text of a statement or a fixture, or that hangs, proves nothing and counts as broken. Ends with "N of N
+turned red", and with 1 if that is not so.
 """
 
 import os
@@ -29,7 +30,8 @@ BROKEN = re.compile(
     r"errors? during collection|ImportError|SyntaxError|UndefinedColumn|UndefinedTable|UndefinedFunction"
     r"|AmbiguousColumn|CompileError|ArgumentError|IndentationError|NameError|UnboundLocalError"
 )
-FAILED = re.compile(r"^FAILED (\S+::\S+)", re.MULTILINE)
+#: Without its parameters, which may hold spaces.
+FAILED = re.compile(r"^FAILED (\S+::\w+)", re.MULTILINE)
 
 Trees = SimpleQueue[Path]
 
@@ -76,7 +78,7 @@ def is_green(trees: Trees, tests: tuple[str, ...]) -> bool:
     tree = trees.get()
     try:
         code, output = run_tests(tree, tests)
-        failed = tuple(FAILED.findall(output))
+        failed = tuple(sorted(set(FAILED.findall(output))))
         if code == 1 and failed and not re.search(r"^ERROR ", output, re.MULTILINE):
             print("red without any mutant, once more alone:", *failed, sep="\n  ", flush=True)
             code, output = run_tests(tree, failed)
@@ -97,6 +99,12 @@ def tried(mutant: Mutant, trees: Trees) -> tuple[Mutant, str, str]:
             return mutant, "BROKEN", f"its text occurs {whole.count(mutant.old)} times in {mutant.file}"
         path.write_text(whole.replace(mutant.old, mutant.new))
         code, output = run_tests(tree, mutant.tests, "-x")
+        # of a whole file any test may have failed, also one that has nothing to do with it
+        if code == 1 and (seen := FAILED.search(output)) and not all("::" in test for test in mutant.tests):
+            again, second = run_tests(tree, (seen[1],))
+            if again == 0:
+                return mutant, "SURVIVED", f"(but for {seen[1]}, which passes alone)"
+            code, output = again, second
     except subprocess.TimeoutExpired:
         return mutant, "BROKEN", "(its tests hang: no test of them says what is wrong)"
     finally:

@@ -371,3 +371,27 @@ async def test_a_delay_past_the_end_of_the_calendar_is_written_as_the_longest_th
     years = rows(engine, "SELECT round(extract(epoch FROM run_at - now()) / 31557600) FROM background_jobs")
     assert years == [(100,)]
     assert heard.named("outcome.refused") == []
+
+
+async def test_an_outcome_whose_row_somebody_holds_is_written_when_it_is_let_go(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    starts, go_on = [], threading.Event()
+
+    @jobs.task(name="job")
+    def job() -> None:
+        starts.append(1)
+        go_on.wait(PATIENCE)
+
+    put(engine, job)
+
+    async with working(jobs, database_url, lease=timedelta(minutes=5)) as (worker, heard):
+        await until(lambda: bool(starts))
+        with engine.connect() as somebody:
+            run(somebody, "SELECT FROM background_jobs FOR UPDATE")
+            go_on.set()
+            await until(lambda: worker._custody.settler._waiting > 0)
+            somebody.rollback()
+        assert await heard.settled(1) == [JobStatus.DONE]
+
+    assert starts == [1]
