@@ -61,8 +61,10 @@ def environment(tree: Path) -> dict[str, str]:
 
 def run_tests(tree: Path, tests: tuple[str, ...], *options: str) -> tuple[int, str]:
     """pytest's exit code and output, in this copy."""
+    # --tb=native: the longer forms parse the source, which fails after a mutant's endless recursion
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=native", "-p", "no:cacheprovider", "--timeout=90"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=90", *options, *tests],
+        [*command, *options, *tests],
         cwd=tree,
         env=environment(tree),
         capture_output=True,
