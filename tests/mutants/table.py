@@ -1,20 +1,9 @@
 """The lines that keep the guarantees, and how each is broken. One text occurs exactly once in its file."""
 
-from typing import NamedTuple
+from mutants.lines import LINES
+from mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
-
-
-class Mutant(NamedTuple):
-    """One broken line: which guarantee it keeps, and the tests of which one must go red."""
-
-    name: str
-    guarantee: int
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
 
 _PG = "tests/postgres/test_"
 FENCE = (f"{_PG}fence.py",)
@@ -78,9 +67,11 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("keys are written in call order", 1, _O + "rows.py",
             "ordered = [first[key] for key in sorted(first)]", "ordered = list(first.values())", KEYS),
     _mutant("a second try keeps the keys of the first", 1, _O + "rows.py",
-            "savepoint.rollback() if vanished else savepoint.commit()", "savepoint.commit()", KEYS),
+            "savepoint.rollback() if vanished else savepoint.commit()", "savepoint.commit()",
+            (f"{_PG}unique_keys.py::test_a_second_try_begins_again_without_what_the_first_has_written",)),
     _mutant("a vanished holder is taken for a conflict", 1, _O + "rows.py",
-            "            vanished.append(row)\n            continue", "            continue", KEYS),
+            "            vanished.append(row)\n            continue", "            continue",
+            (f"{_PG}unique_keys.py::test_a_holder_that_vanishes_between_the_insert_and_the_look_is_none",)),
     _mutant("a running holder is told as waiting", 1, _O + "rows.py",
             'handle._conflict = "running" if holder[1] == "running" else "waiting"',
             'handle._conflict = "waiting"', KEYS),
@@ -94,7 +85,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "                self._outcomes += entries\n                complete = False",
             "                complete = False", (f"{_PG}interleavings.py",)),
     _mutant("a busy row's outcome is dropped", 2, _W + "settling.py",
-            "        self._outcomes += entries\n        self._more.set()", "        self._more.set()", WORKER),
+            "        self._outcomes += entries\n        self._more.set()", "        self._more.set()",
+            (f"{_PG}guarantees.py::test_an_outcome_whose_row_somebody_holds_is_written_when_it_is_let_go",)),
     _mutant("a claim whose answer was lost is not looked for", 2, _W + "claims.py",
             "            self._orphans[step.queue] = [now, now + 10.0]", "            pass",
             (f"{_PG}interleavings.py",)),
@@ -305,4 +297,5 @@ MUTANTS: tuple[Mutant, ...] = (
             "        code = await self._drain(claims)\n",
             "        await self._custody.keeper.stop()\n        code = await self._drain(claims)\n",
             ("tests/postgres/test_guarantees.py",)),
+    *LINES,
 )  # fmt: skip

@@ -395,6 +395,12 @@ def test_a_parked_job_hides_no_other_that_is_due_sooner(a: Connection) -> None:
     assert due_in == pytest.approx(3600, abs=5)
 
 
+def test_a_job_parked_for_ever_has_no_due_time(a: Connection) -> None:
+    put_at(a, "'infinity'")
+
+    assert next_due_in(a, TABLES, queue="default") is None
+
+
 # -- a claim whose answer was lost
 
 

@@ -213,6 +213,14 @@ def test_a_select_sees_what_its_own_flush_writes_and_jobs_of_the_flush_come_befo
     assert stored(clean, "greet") == [{"order": 1, "copy_to": "first"}, {"order": 1}]
 
 
+def test_a_select_alone_sees_what_its_own_flush_writes(clean: Engine) -> None:
+    with Session(clean) as session, session.begin():
+        session.add(Order(customer="Ada"))
+        handle = enqueue_select(session, greet, select(Order.id.label("order")))
+
+    assert handle.count == 1
+
+
 def test_a_select_in_a_session_without_other_work_runs_at_its_flush(clean: Engine) -> None:
     with Session(clean) as session, session.begin():
         session.add(Order(customer="Ada"))

@@ -496,6 +496,22 @@ def test_an_outcome_sent_twice_is_written_once_and_not_stale(a: Connection, verd
 
 
 @every_verdict
+def test_a_lost_answer_is_looked_for_past_the_line_of_an_earlier_attempt_that_was_lost(
+    a: Connection, b: Connection, verdict: Verdict
+) -> None:
+    put(a)
+    expire(a, take_one(a, "A"))
+    rescue(b)  # the attempt log now says so
+    lease = take_one(b, "B")
+    assert written(b, (lease, verdict)).written
+
+    again = written(b, (lease, verdict), answer_lost=True)
+
+    assert again.written == [(lease, verdict)]
+    assert not again.stale
+
+
+@every_verdict
 def test_after_a_rescue_that_set_the_job_ready_the_outcome_is_stale(a: Connection, verdict: Verdict) -> None:
     put(a)
     lease = take_one(a, "A")

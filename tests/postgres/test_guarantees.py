@@ -8,19 +8,29 @@ from typing import Any
 
 import pytest
 from shop import Job
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
+from steps import KEEP, TABLES, run, take_one
+from steps import put as put_row
 from workers import PATIENCE, Heard, finished, rows, until, working
 
 from sqla_jobs.context import JobContext
-from sqla_jobs.core.lifecycle import JobStatus
+from sqla_jobs.core.leases import Lease
+from sqla_jobs.core.lifecycle import DONE, JobStatus
 from sqla_jobs.core.retry import Retry
+from sqla_jobs.events import Events
+from sqla_jobs.store.claim import ClaimedJob
+from sqla_jobs.store.lease import Prolonged
 from sqla_jobs.tasks import Jobs, Task, enqueue
 from sqla_jobs.worker import Worker
+from sqla_jobs.worker import session as handler_session
 from sqla_jobs.worker.custody import Custody
 from sqla_jobs.worker.leases import LeaseKeeper
 from sqla_jobs.worker.maintenance import Maintenance
-from sqla_jobs.worker.run import Runner
+from sqla_jobs.worker.run import Run, Runner
+from sqla_jobs.worker.run import _to_its_end as to_its_end
+from sqla_jobs.worker.session import HandlerSession, abandon, settle_through
 from sqla_jobs.worker.settling import Settler
 from sqla_jobs.worker.wakeup import Wakeups
 
@@ -231,3 +241,153 @@ async def test_a_retry_rule_that_raises_hides_nothing_of_the_failure(
     [(error, waits)] = rows(engine, "SELECT last_error, run_at - now() FROM background_jobs")
     assert error.startswith("ValueError: the real failure")
     assert timedelta(0) < waits < timedelta(seconds=4)  # as without the rule
+
+
+def test_a_handlers_settle_does_not_wait_for_ever_for_its_row(
+    clean: Engine, a: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has the row open in psql; the handler's transaction must not hold its own locks meanwhile."""
+    short = text("SELECT set_config('lock_timeout', '50ms', true)")
+    monkeypatch.setattr(handler_session, "_LOCK_TIMEOUT", short)
+    put_row(a)
+    lease = take_one(a)
+    session = HandlerSession(source=clean)
+    session.execute(text("SET LOCAL statement_timeout = '2s'"))
+
+    with clean.connect() as somebody:
+        run(somebody, "UPDATE background_jobs SET priority = 1")
+        with pytest.raises(OperationalError, match="lock timeout"):
+            settle_through(session, TABLES, (lease, DONE), KEEP)
+        somebody.rollback()
+    abandon(session)
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_lease_that_was_settled_while_its_prolongation_was_under_way_is_not_told_as_lost(
+    settled: bool,
+) -> None:
+    """The row has left the table by our own hand; the prolongation finds nothing."""
+    told: list[Lease] = []
+    keeper = LeaseKeeper(
+        TABLES,
+        engine=None,
+        async_engine=None,
+        lease=timedelta(seconds=60),
+        look_every=60.0,
+        lost=lambda leases, reason: told.extend(leases),
+        cancel_requested=lambda leases: None,
+        events=Events(),
+    )
+    lease = Lease("default", 1, 1, "A")
+    keeper.opened([lease], sent=0.0)
+
+    if settled:
+        keeper.closed([lease])
+    keeper._apply(Prolonged(lost=[lease]), sent=0.0)
+
+    assert told == ([] if settled else [lease])
+
+
+@pytest.mark.parametrize("method", ["in_thread", "in_loop"])
+@pytest.mark.parametrize("why", ["lost", "released"])
+async def test_what_was_lost_or_given_back_while_it_waited_for_a_slot_is_not_run(
+    jobs: Jobs, method: str, why: str
+) -> None:
+    ran: list[int] = []
+
+    @jobs.task(name="in_thread")
+    def in_thread() -> None:
+        ran.append(1)
+
+    @jobs.task(name="in_loop")
+    async def in_loop() -> None:
+        ran.append(1)
+
+    runner = Runner(jobs, source=None, async_source=None, events=Events())
+    claimed = ClaimedJob(Lease("default", 1, 1, "A"), method, "{}", 1, 20, 0, 0.0)
+    run = Run(job=claimed, task=jobs.tasks[method])
+    setattr(run, why, True)
+
+    ended = runner.in_thread(run) if method == "in_thread" else await runner.in_loop(run)
+
+    assert ran == []
+    assert (ended.verdict, ended.written) == (None, None)
+
+
+async def test_a_commit_under_way_is_not_cancelled_with_the_task_that_waits_for_it() -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    async def commit() -> str:
+        started.set()
+        await go_on.wait()
+        return "committed"
+
+    waiter = asyncio.create_task(to_its_end(commit()))
+    await started.wait()
+    waiter.cancel()
+    asyncio.get_running_loop().call_soon(go_on.set)  # after the cancellation has arrived
+
+    assert await waiter == "committed"
+
+
+async def test_a_cancelled_attempt_leaves_no_cancellation_to_the_next_of_its_slot(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    """It is asked for when nothing of the first attempt waits any more: it would arrive in the second."""
+
+    @jobs.task(name="cancels itself", retry=Retry(max_attempts=1))
+    async def cancels_itself() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+    @jobs.task(name="next", retry=Retry(max_attempts=1))
+    async def next_one() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, threading.Event)
+
+    put(engine, cancels_itself)
+    put(engine, next_one)
+
+    async with working(jobs, database_url, concurrency=1) as (_, heard):
+        assert await heard.settled(2) == [JobStatus.DONE, JobStatus.DONE]
+
+
+async def test_a_delay_past_the_end_of_the_calendar_is_written_as_the_longest_that_can_be(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    @jobs.task(name="job", retry=Retry(on={ValueError: lambda error, attempt: timedelta.max}))
+    def job() -> None:
+        raise ValueError("not before the sun goes out")
+
+    put(engine, job)
+
+    async with working(jobs, database_url) as (_, heard):
+        assert await heard.settled(1) == [JobStatus.READY]
+
+    years = rows(engine, "SELECT round(extract(epoch FROM run_at - now()) / 31557600) FROM background_jobs")
+    assert years == [(100,)]
+    assert heard.named("outcome.refused") == []
+
+
+async def test_an_outcome_whose_row_somebody_holds_is_written_when_it_is_let_go(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    starts, go_on = [], threading.Event()
+
+    @jobs.task(name="job")
+    def job() -> None:
+        starts.append(1)
+        go_on.wait(PATIENCE)
+
+    put(engine, job)
+
+    async with working(jobs, database_url, lease=timedelta(minutes=5)) as (worker, heard):
+        await until(lambda: bool(starts))
+        with engine.connect() as somebody:
+            run(somebody, "SELECT FROM background_jobs FOR UPDATE")
+            go_on.set()
+            await until(lambda: worker._custody.settler._waiting > 0)
+            somebody.rollback()
+        assert await heard.settled(1) == [JobStatus.DONE]
+
+    assert starts == [1]

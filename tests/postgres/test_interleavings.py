@@ -40,6 +40,7 @@ from workers import rows, until_row, working
 
 from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import DONE, JobStatus, Raised
+from sqla_jobs.core.retention import Retention
 from sqla_jobs.core.retry import Retry
 from sqla_jobs.embedded import EmbeddedPostgres
 from sqla_jobs.store.claim import claim, claim_statement
@@ -100,6 +101,29 @@ async def test_12_a_settle_whose_answer_is_lost_is_recorded_once_and_nothing_is_
     assert rows(
         tcp_engine, "SELECT status, attempts, count(*) FROM background_jobs_archive GROUP BY 1, 2"
     ) == [("done", 1, 5)]
+    assert heard.named("lease.lost") == []
+
+
+async def test_12_a_settle_whose_answer_is_lost_is_not_stale_although_its_row_is_gone(
+    tcp_engine: Engine, proxied: Proxy
+) -> None:
+    """What is done is forgotten at once here: nothing is left to look at."""
+    jobs = Jobs(Job, retention=Retention(done=timedelta(0)))
+
+    @jobs.task(name="job")
+    async def job() -> None:
+        proxied.become("deaf")  # requests arrive, answers do not
+
+    with Session(tcp_engine) as session, session.begin():
+        enqueue(session, job)
+    url = proxied.url.render_as_string(hide_password=False)
+    async with working(jobs, url, lease=timedelta(seconds=5)) as (_, heard):
+        await until_row(tcp_engine, "SELECT 1 WHERE NOT EXISTS (SELECT FROM background_jobs)")
+        await heard.event("database.error")
+        proxied.become("pass")
+        await heard.until(lambda heard: bool(heard.statuses() or heard.named("lease.lost")))
+
+    assert heard.statuses() == [JobStatus.DONE]
     assert heard.named("lease.lost") == []
 
 

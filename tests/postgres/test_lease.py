@@ -23,7 +23,7 @@ from steps import (
 
 from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import DONE, Raised
-from sqla_jobs.store.lease import prolong
+from sqla_jobs.store.lease import cancel_requested, prolong
 from sqla_jobs.store.settle import settle_within
 
 LEFT = (
@@ -90,6 +90,18 @@ def test_a_requested_cancel_is_heard_of_with_the_prolongation(a: Connection) -> 
 
     assert prolonged.kept == leases
     assert prolonged.cancel_requested == [leases[0]]
+
+
+def test_a_cancel_of_the_second_attempt_does_not_end_the_first(a: Connection) -> None:
+    put(a)
+    first = take_one(a)
+    expire(a, first)
+    rescue(a)
+    second = take_one(a)
+    run(a, "UPDATE background_jobs SET cancel_requested_at = clock_timestamp()")
+
+    assert cancel_requested(a, TABLES, [first]) == []
+    assert cancel_requested(a, TABLES, [second]) == [second]
 
 
 def test_a_row_that_somebody_holds_is_busy_and_stalls_no_other(clean: Engine, a: Connection) -> None:

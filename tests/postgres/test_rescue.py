@@ -3,13 +3,14 @@
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, event
 from steps import (
     KEEP,
     TABLES,
     alive,
     archive,
     ask,
+    autocommit,
     candidates,
     expire,
     judged,
@@ -198,6 +199,26 @@ def test_a_job_that_was_claimed_before_it_expired_goes_on(a: Connection) -> None
 
     assert cancel_expired(a, TABLES, queue="default", retention=KEEP).cancelled == []
     assert statuses(a) == {job: "ready"}
+
+
+def test_a_job_that_is_claimed_between_the_look_and_the_write_does_not_expire(
+    clean: Engine, a: Connection
+) -> None:
+    """An operator puts the expiry off, and a worker claims at once."""
+    job = put(a, expires_at=AGO)
+
+    def between(_: Connection, cursor: object, statement: str, *rest: object) -> None:
+        if "DELETE FROM background_jobs" in statement:
+            run(a, "UPDATE background_jobs SET expires_at = :soon", soon=SOON)
+            take_one(a)
+            run(a, "UPDATE background_jobs SET expires_at = :ago", ago=AGO)
+
+    with autocommit(clean) as rescuer:
+        event.listen(rescuer, "before_cursor_execute", between)
+        expired = cancel_expired(rescuer, TABLES, queue="default", retention=KEEP)
+
+    assert expired.cancelled == []
+    assert statuses(a) == {job: "running"}
 
 
 def test_a_running_job_does_not_expire(a: Connection) -> None:

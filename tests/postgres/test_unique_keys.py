@@ -367,6 +367,28 @@ def test_a_holder_that_vanishes_between_the_insert_and_the_look_is_none(clean: E
     assert [row[0] for row in live(clean)] == [second.id]
 
 
+def test_a_second_try_begins_again_without_what_the_first_has_written(clean: Engine) -> None:
+    """Or it would meet its own job as somebody's, and ask for an early key while it holds a later one."""
+    with Session(clean) as session, session.begin():
+        handles(session, "k")
+
+    looks: list[str] = []
+
+    def vanish(connection: Connection, cursor: Any, statement: str, *_: Any) -> None:
+        if "its_key" in statement and not looks:
+            looks.append(statement)
+            with clean.begin() as other:
+                other.execute(text("DELETE FROM background_jobs"))
+
+    event.listen(clean, "before_cursor_execute", vanish)
+    with Session(clean) as session, session.begin():
+        free, taken = handles(session, "a", "k")
+    event.remove(clean, "before_cursor_execute", vanish)
+
+    assert (free.created, taken.created) == (True, True)
+    assert [row[0] for row in live(clean)] == [free.id, taken.id]
+
+
 # -- beside a worker
 
 
