@@ -22,6 +22,7 @@ SETTLE = (f"{_PG}settle.py", f"{_PG}fence.py")
 CLAIM = (f"{_PG}claim.py",)
 LEASE = (f"{_PG}lease.py", f"{_PG}fence.py")
 RESCUE = (f"{_PG}rescue.py", f"{_PG}fence.py", f"{_PG}refused_rows.py")
+REFUSED = (f"{_PG}refused_rows.py",)
 OUTBOX = (f"{_PG}outbox.py",)
 KEYS = (f"{_PG}unique_keys.py",)
 WORKER = (f"{_PG}worker.py", f"{_PG}worker_faults.py")
@@ -54,7 +55,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "        if _wanted(session, it):\n            _hold(session, it)", "        pass", OUTBOX),
     _mutant("the list is emptied before anything was written", 1, _O + "session.py",
             "    puts[:] = [it for it in puts if _wanted(session, it)]\n    # What raises",
-            "    puts = [it for it in session.info.pop(_PUTS) if _wanted(session, it)]\n    # What raises", OUTBOX),
+            "    puts = [it for it in puts if _wanted(session, it)]\n    session.info[_PUTS] = []\n    # What raises",
+            OUTBOX),
     _mutant("a call of a flush listener is forgotten while others wait", 1, _O + "session.py",
             "        puts.append(it)\n        session.info[_PUTS] = puts", "        pass", OUTBOX),
     _mutant("placeholders stay and are written as rows", 1, _O + "session.py",
@@ -184,8 +186,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "            run.cancel()\n", "", WORKER),
     # -- 4: exactly once in the database
     _mutant("a handler's settle is not fenced", 4, _W + "session.py",
-            "    if not settle_within(outer, tables, entry, retention=retention):",
-            "    settle_within(outer, tables, entry, retention=retention)\n    if False:", SESSION),
+            "    if settled is None:\n        abandon(session)", "    if False:\n        abandon(session)", SESSION),
     _mutant("a handler's writes stay when it fails", 4, _W + "session.py",
             "            elif outer is not self._source:\n                outer.rollback()",
             "            elif outer is not self._source:\n                outer.commit()", SESSION),
@@ -255,6 +256,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "        if error is not None:\n            _settle_in_place(connection, tables, part[0], error, settled, "
             "retention)\n",
             "        if error is not None:\n            settled.refused.append((part[0], error))\n", WORKER),
+    _mutant("a row that cannot be archived fails its handler's work", 6, _S + "settle.py",
+            "            raise\n        connection.execute(_BACK_TO_IT)", "            raise\n        raise", REFUSED),
     _mutant("a row that cannot be archived stops a rescue", 6, _S + "settle.py",
             "            _settle_in_place(connection, tables, part[0], error, settled, retention, expired=True)\n",
             "            settled.refused.append((part[0], error))\n", RESCUE),

@@ -4,15 +4,16 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from shop import Job
+from shop import Job, Order
 from sqlalchemy import Connection, Engine, text
 from steps import KEEP, TABLES, ask, autocommit, candidates, claimed, expire, put_many, run
 from workers import until_row, working
 
-from sqla_jobs.core.lifecycle import JobStatus
+from sqla_jobs.context import AsyncJobContext, JobContext
+from sqla_jobs.core.lifecycle import DONE, JobStatus, Returned, Verdict, judge
 from sqla_jobs.core.retry import Retry
 from sqla_jobs.store.rescue import Refused, cancel_expired, expired_leases
-from sqla_jobs.store.settle import settle_expired
+from sqla_jobs.store.settle import settle_expired, settle_within
 from sqla_jobs.tasks import Jobs
 
 #: A user's table points at a job: it cannot leave the jobs table.
@@ -207,6 +208,104 @@ async def test_a_worker_tells_what_it_could_not_rescue(
 
     assert (event.fields["job"], event.fields["kind"]) == (3, "noop")
     assert statuses(own)[3] == JobStatus.RUNNING
+
+
+# -- settled through ctx.session: what the handler wrote must not suffer for a row that cannot leave
+
+
+def writing(form: str) -> Jobs:
+    """A job that writes an order through its session."""
+    jobs = Jobs(Job)
+    once = Retry(max_attempts=1)
+
+    if form == "thread":
+
+        @jobs.task(name="noop", retry=once)
+        def in_thread(ctx: JobContext) -> None:
+            ctx.session.add(Order(customer=str(ctx.id)))
+    else:
+
+        @jobs.task(name="noop", retry=once)
+        async def in_loop(ctx: AsyncJobContext) -> None:
+            ctx.session.add(Order(customer=str(ctx.id)))
+
+    return jobs
+
+
+@pytest.mark.parametrize("form", ["thread", "loop"])
+@pytest.mark.parametrize("refusal", [FOREIGN_KEY, ARCHIVE], ids=["foreign key", "archive"])
+async def test_what_a_handler_wrote_commits_although_its_row_cannot_be_archived(
+    database_url: str, own: Connection, form: str, refusal: tuple[str, ...]
+) -> None:
+    put_many(own, 5)
+    refuse(own, refusal)
+
+    async with working(writing(form), database_url) as (_, heard):
+        await heard.settled(5)
+
+    assert statuses(own) == dict.fromkeys(range(1, 6), "done")
+    assert own.execute(text("SELECT id, status, attempts, last_error FROM background_jobs")).all() == [
+        (3, "done", 1, None)
+    ]
+    assert sorted(own.scalars(text("SELECT customer FROM orders"))) == ["1", "2", "3", "4", "5"]
+    [event] = heard.named("archive.refused")
+    assert (event.fields["job"], event.fields["queue"], event.fields["kind"]) == (3, "default", "noop")
+    assert heard.named("lease.lost") == []
+
+
+@pytest.mark.parametrize("form", ["thread", "loop"])
+async def test_what_a_handler_wrote_is_rolled_back_when_its_row_cannot_be_written_at_all(
+    database_url: str, own: Connection, form: str
+) -> None:
+    """The rule lets nobody end this job well; its failure is recorded."""
+    put_many(own, 3)
+    run(own, "UPDATE background_jobs SET max_attempts = 1")
+    refuse(own, frozen("OLD.id = 3 AND (TG_OP = 'DELETE' OR NEW.status = 'done')"))
+
+    async with working(writing(form), database_url) as (_, heard):
+        await heard.settled(3)
+
+    assert statuses(own) == {1: "done", 2: "done", 3: "failed"}
+    assert "never" in ask(own, "SELECT last_error FROM background_jobs")
+    assert sorted(own.scalars(text("SELECT customer FROM orders"))) == ["1", "2"]
+
+
+@pytest.mark.parametrize("refusal", [FOREIGN_KEY, ARCHIVE], ids=["foreign key", "archive"])
+@pytest.mark.parametrize("verdict", [DONE, judge(Returned("7"), attempt=1, max_attempts=1)], ids=str)
+def test_a_row_that_cannot_be_archived_is_settled_in_place_in_the_callers_transaction(
+    engine: Engine, own: Connection, refusal: tuple[str, ...], verdict: Verdict
+) -> None:
+    put_many(own, 3)
+    leases = sorted(job.lease for job in claimed(own, limit=3))
+    refuse(own, refusal)
+
+    with engine.begin() as handler:
+        run(handler, "INSERT INTO orders (customer) VALUES ('Ada')")
+        settled = settle_within(handler, TABLES, (leases[2], verdict), retention=KEEP)
+        late = settle_within(handler, TABLES, (leases[1]._replace(token=7), verdict), retention=KEEP)
+
+    assert settled is not None
+    assert settled.written == [(leases[2], verdict)]
+    assert [entry for entry, _ in settled.kept] == [(leases[2], verdict)]
+    assert late is None
+    assert statuses(own) == {1: "running", 2: "running", 3: "done"}
+    assert ask(own, "SELECT result FROM background_jobs WHERE id = 3") == (7 if verdict.result else None)
+    assert ask(own, "SELECT count(*) FROM orders") == 1
+
+
+def test_a_lease_that_is_lost_stays_lost_when_its_row_could_not_be_archived_either(
+    engine: Engine, own: Connection
+) -> None:
+    """The way in place is behind the same fence."""
+    put_many(own, 3)
+    leases = sorted(job.lease for job in claimed(own, limit=3))
+    refuse(own, FOREIGN_KEY)
+
+    with engine.begin() as handler:
+        stolen = leases[2]._replace(owner="somebody else")
+        assert settle_within(handler, TABLES, (stolen, DONE), retention=KEEP) is None
+
+    assert statuses(own) == {1: "running", 2: "running", 3: "running"}
 
 
 async def test_a_failure_whose_text_is_refused_is_recorded_without_it(
