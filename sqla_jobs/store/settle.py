@@ -440,11 +440,16 @@ def _look(
             (settled.written if answer_lost else settled.stale).append(entry)
         elif any(_still_ours(row, entry[0]) for row in places):
             settled.busy.append(entry)
-        elif any(_ended_by_us(row, entry[0]) for row in places):
-            settled.written.append(entry)
+        elif ended := [row for row in places if _ended_by_us(row, entry[0])]:
+            settled.written.append((entry[0], _as_written(entry[1], JobStatus(ended[0][3]))))
         else:
             settled.stale.append(entry)
     return settled
+
+
+def _as_written(verdict: Verdict, status: JobStatus) -> Verdict:
+    """What an earlier call wrote counts: a handler's commit, say, whose lost answer looked like a failure."""
+    return verdict if verdict.status is status else Verdict(status)
 
 
 def _still_ours(row: Any, lease: Lease) -> bool:

@@ -18,6 +18,7 @@ class Mutant(NamedTuple):
 
 _PG = "tests/postgres/test_"
 FENCE = (f"{_PG}fence.py",)
+INTERLEAVINGS = (f"{_PG}interleavings.py",)
 SETTLE = (f"{_PG}settle.py", f"{_PG}fence.py")
 CLAIM = (f"{_PG}claim.py",)
 LEASE = (f"{_PG}lease.py", f"{_PG}fence.py")
@@ -94,12 +95,12 @@ MUTANTS: tuple[Mutant, ...] = (
             "            c.locked_until < func.to_timestamp(0),\n", RESCUE),
     _mutant("an outcome without an answer is dropped", 2, _W + "settling.py",
             "                self._outcomes += entries\n                complete = False",
-            "                complete = False", (f"{_PG}interleavings.py",)),
+            "                complete = False", INTERLEAVINGS),
     _mutant("a busy row's outcome is dropped", 2, _W + "settling.py",
-            "        self._outcomes += entries\n        self._more.set()", "        self._more.set()", WORKER),
+            "        self._waiting -= 1\n        self._outcomes += entries\n", "        self._waiting -= 1\n", INTERLEAVINGS),
     _mutant("a claim whose answer was lost is not looked for", 2, _W + "claims.py",
             "            self._orphans[step.queue] = [now, now + 10.0]", "            pass",
-            (f"{_PG}interleavings.py",)),
+            INTERLEAVINGS),
     _mutant("jobs that run are taken for orphans", 2, _S + "claim.py",
             "            c.id != func.all(IDS),\n", "", CLAIM),
     _mutant("orphans of others are released", 2, _S + "claim.py",
@@ -172,8 +173,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "        elif any(_still_ours(row, entry[0]) for row in places):\n            settled.busy.append(entry)\n",
             "", SETTLE),
     _mutant("a lost answer is called stale", 3, _S + "settle.py",
-            "        elif any(_ended_by_us(row, entry[0]) for row in places):\n"
-            "            settled.written.append(entry)\n", "", SETTLE),
+            "        elif ended := [row for row in places if _ended_by_us(row, entry[0])]:\n"
+            "            settled.written.append((entry[0], _as_written(entry[1], JobStatus(ended[0][3]))))\n", "",
+            SETTLE),
+    _mutant("what an earlier call wrote is told as what came after it", 3, _S + "settle.py",
+            "return verdict if verdict.status is status else Verdict(status)", "return verdict", FENCE),
     _mutant("a rescue of our job is taken for our own end", 3, _S + "settle.py",
             'return not last.get("lost") and {owner', "return {owner", SETTLE),
     _mutant("another owner's end under our token is taken for ours", 3, _S + "settle.py",

@@ -27,7 +27,17 @@ from steps import (
     written,
 )
 
-from sqla_jobs.core.lifecycle import DONE, Aborted, Lost, Raised, Released, Returned, Snoozed, Verdict
+from sqla_jobs.core.lifecycle import (
+    DONE,
+    Aborted,
+    JobStatus,
+    Lost,
+    Raised,
+    Released,
+    Returned,
+    Snoozed,
+    Verdict,
+)
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.store.lease import prolong
 from sqla_jobs.store.settle import settle_expired, settle_within
@@ -492,6 +502,20 @@ def test_an_outcome_sent_twice_is_written_once_and_not_stale(a: Connection, verd
 
     assert again.written == [(lease, verdict)]
     assert not again.stale
+    assert everything(a) == before
+
+
+@every_verdict
+def test_an_outcome_of_ours_that_is_there_already_is_told_as_it_is(a: Connection, verdict: Verdict) -> None:
+    """A handler's own commit went through, its answer did not: what comes after it is not what happened."""
+    put(a)
+    lease = take_one(a, "A")
+    assert written(a, (lease, DONE)).written
+    before = everything(a)
+
+    [(told, outcome)] = written(a, (lease, verdict), answer_lost=True).written
+
+    assert (told, outcome.status) == (lease, JobStatus.DONE)
     assert everything(a) == before
 
 
