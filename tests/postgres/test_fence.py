@@ -3,11 +3,12 @@
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, text
 from steps import (
     KEEP,
     LEASE,
     TABLES,
+    Row,
     alive,
     archive,
     ask,
@@ -39,7 +40,9 @@ from sqla_jobs.core.lifecycle import (
     Verdict,
 )
 from sqla_jobs.core.retention import Retention
+from sqla_jobs.store.claim import release_unknown
 from sqla_jobs.store.lease import prolong
+from sqla_jobs.store.rescue import cancel_expired
 from sqla_jobs.store.settle import settle_expired, settle_within
 
 FAILED = judged(Raised("boom", None))
@@ -138,6 +141,55 @@ def test_a_lease_of_another_queue_settles_nothing(a: Connection) -> None:
     assert everything(a) == before
 
 
+@pytest.mark.parametrize("verdict", [DONE, RETRY, CANCELLED], ids=["done", "retry", "cancel"])
+def test_two_jobs_of_one_id_in_two_queues_are_two_jobs(a: Connection, verdict: Verdict) -> None:
+    """The key is (id, queue), and whoever inserts may choose: even the tokens are equal."""
+    for queue in "mail", "default":
+        put(a, id=7, queue=queue)
+    other = take_one(a, "A", queue="mail")
+    lease = take_one(a, "A")
+    assert lease == other._replace(queue="default")
+
+    def untouched() -> Row:
+        found = a.execute(text("SELECT xmin::text, * FROM background_jobs WHERE queue = 'mail'")).mappings()
+        return dict(found.one())
+
+    before = untouched()
+
+    assert prolong(a, TABLES, [lease], lease=LEASE).kept == [lease]
+    assert untouched() == before
+    assert written(a, (lease, verdict)).written == [(lease, verdict)]
+    assert untouched() == before
+    assert release_unknown(a, TABLES, queue="default", owner="A", known=[]) == 0
+    assert cancel_expired(a, TABLES, queue="default", retention=KEEP).cancelled == []
+    assert untouched() == before
+
+
+def test_a_rescue_takes_only_the_job_of_its_queue_when_another_has_its_id(a: Connection) -> None:
+    for queue in "mail", "default":
+        put(a, id=7, queue=queue)
+    take_one(a, "A", queue="mail")
+    expire(a, take_one(a, "A"))  # both, by their id
+    run(a, "UPDATE background_jobs SET cancel_requested_at = clock_timestamp()")
+
+    assert [lease.queue for lease, _ in rescue(a)] == ["default"]
+
+    assert ask(a, "SELECT status FROM background_jobs") == "running"
+    assert [row["queue"] for row in archive(a)] == ["default"]
+
+
+def test_a_claim_takes_only_the_job_of_its_queue_when_another_has_its_id(a: Connection) -> None:
+    for queue in "mail", "default":
+        put(a, id=7, queue=queue)
+
+    assert take_one(a, "A").queue == "default"
+
+    assert a.execute(text("SELECT queue, status FROM background_jobs ORDER BY 1")).all() == [
+        ("default", "running"),
+        ("mail", "ready"),
+    ]
+
+
 @every_verdict
 def test_a_job_that_somebody_set_back_by_hand_is_not_settled(a: Connection, verdict: Verdict) -> None:
     put(a)
@@ -145,8 +197,9 @@ def test_a_job_that_somebody_set_back_by_hand_is_not_settled(a: Connection, verd
     run(a, "UPDATE background_jobs SET status = 'ready'")  # and forgot the lease, as people do
     before = everything(a)
 
-    written(a, (lease, verdict))
+    settled = written(a, (lease, verdict))
 
+    assert settled.busy == []  # or it would be tried again for ever
     assert everything(a) == before
     assert prolong(a, TABLES, [lease], lease=LEASE).lost == [lease]
     assert everything(a) == before
@@ -350,6 +403,14 @@ def test_a_job_whose_lease_has_not_ended_is_no_candidate(a: Connection) -> None:
     assert [lease for lease, _ in candidates(a)] == [expired]
 
 
+def test_a_job_that_somebody_set_back_by_hand_is_no_candidate(a: Connection) -> None:
+    put(a)
+    expire(a, take_one(a, "A"))
+    run(a, "UPDATE background_jobs SET status = 'ready'")
+
+    assert candidates(a) == []
+
+
 def test_of_two_rescuers_that_saw_the_same_lease_one_wins(a: Connection, b: Connection) -> None:
     job = put(a)
     expire(a, take_one(a, "A"))
@@ -503,6 +564,18 @@ def test_an_outcome_sent_twice_is_written_once_and_not_stale(a: Connection, verd
     assert again.written == [(lease, verdict)]
     assert not again.stale
     assert everything(a) == before
+
+
+@every_verdict
+def test_what_the_log_says_of_an_earlier_attempt_is_not_taken_for_this_one(
+    a: Connection, verdict: Verdict
+) -> None:
+    put(a)
+    assert written(a, (take_one(a, "B"), judged(Raised("boom", timedelta(0))))).written
+    lease = take_one(a, "A")
+    assert written(a, (lease, verdict)).written
+
+    assert written(a, (lease, verdict), answer_lost=True).written == [(lease, verdict)]
 
 
 @every_verdict

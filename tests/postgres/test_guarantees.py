@@ -10,7 +10,7 @@ import pytest
 from shop import Job
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.orm import Session
-from workers import PATIENCE, Heard, finished, rows, until, working
+from workers import PATIENCE, Heard, execute, finished, rows, until, working
 
 from sqla_jobs.context import JobContext
 from sqla_jobs.core.lifecycle import JobStatus
@@ -230,3 +230,28 @@ async def test_a_retry_rule_that_raises_hides_nothing_of_the_failure(
     [(error, waits)] = rows(engine, "SELECT last_error, run_at - now() FROM background_jobs")
     assert error.startswith("ValueError: the real failure")
     assert timedelta(0) < waits < timedelta(seconds=4)  # as without the rule
+
+
+async def test_a_job_that_killed_its_worker_waits_as_after_a_failure_before_it_may_kill_another(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    ran: list[int] = []
+
+    @jobs.task(name="job", retry=Retry(delay=timedelta(minutes=30), jitter=0))
+    def job() -> None:
+        ran.append(1)
+
+    put(engine, job)
+    execute(
+        engine,
+        "UPDATE background_jobs SET status = 'running', attempts = 1, fencing_token = 1, locked_by = 'gone', "
+        "locked_until = clock_timestamp() - interval '1 s'",
+    )
+
+    async with working(jobs, database_url) as (_, heard):
+        await heard.event("job.rescued")
+
+    [(status, waits)] = rows(engine, "SELECT status, run_at - now() FROM background_jobs")
+    assert status == "ready"
+    assert timedelta(minutes=29) < waits <= timedelta(minutes=30)
+    assert ran == []

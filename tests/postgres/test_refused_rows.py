@@ -1,19 +1,22 @@
 """One row that the database refuses to let go costs itself alone: at a settle, a rescue and an expiry."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
 from shop import Job, Order
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, event, text
 from steps import KEEP, TABLES, ask, autocommit, candidates, claimed, expire, put_many, run
 from workers import until_row, working
 
 from sqla_jobs.context import AsyncJobContext, JobContext
+from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import DONE, JobStatus, Returned, Verdict, judge
 from sqla_jobs.core.retry import Retry
+from sqla_jobs.store.lease import prolong
 from sqla_jobs.store.rescue import Refused, cancel_expired, expired_leases
-from sqla_jobs.store.settle import settle_expired, settle_within
+from sqla_jobs.store.settle import settle, settle_expired, settle_within
 from sqla_jobs.tasks import Jobs
 
 #: A user's table points at a job: it cannot leave the jobs table.
@@ -112,7 +115,8 @@ def test_an_expired_row_that_cannot_be_archived_is_cancelled_in_place(
 
     assert (sorted(expired.cancelled), expired.refused) == ([1, 2, 3, 4, 5], [])
     assert statuses(own) == dict.fromkeys(range(1, 6), "cancelled")
-    assert own.execute(text("SELECT id, last_error FROM background_jobs")).all() == [(3, "expired")]
+    left = own.execute(text("SELECT id, last_error, finished_at IS NOT NULL FROM background_jobs"))
+    assert left.all() == [(3, "expired", True)]
 
 
 @pytest.mark.parametrize("place", [1, 3, 5])
@@ -306,6 +310,97 @@ def test_a_lease_that_is_lost_stays_lost_when_its_row_could_not_be_archived_eith
         assert settle_within(handler, TABLES, (stolen, DONE), retention=KEEP) is None
 
     assert statuses(own) == {1: "running", 2: "running", 3: "running"}
+
+
+# -- between the statement that was refused and the one that ends the row in place, the row is free
+
+
+@contextmanager
+def before_the_second_try(connection: Connection, step: Callable[[], object]) -> Iterator[list[str]]:
+    """Do this when the first statement on the job has failed and the next is about to be sent."""
+    sent: list[str] = []
+
+    def look(_c: object, _cursor: object, statement: str, *_: object) -> None:
+        if "WITH held AS" not in statement:
+            return
+        sent.append(statement)
+        if len(sent) == 2:
+            step()
+
+    event.listen(connection, "before_cursor_execute", look)
+    try:
+        yield sent
+    finally:
+        event.remove(connection, "before_cursor_execute", look)
+
+
+@pytest.fixture
+def other(engine: Engine) -> Iterator[Connection]:
+    """Somebody else."""
+    with engine.connect() as connection:
+        yield connection
+
+
+def the_third(connection: Connection) -> Lease:
+    """Three jobs run, the third of which cannot leave the table."""
+    put_many(connection, 3)
+    leases = sorted(job.lease for job in claimed(connection, limit=3))
+    refuse(connection, FOREIGN_KEY)
+    return leases[2]
+
+
+def test_a_lease_prolonged_in_between_is_not_rescued(own: Connection, other: Connection) -> None:
+    lease = the_third(own)
+    run(own, "UPDATE background_jobs SET cancel_requested_at = now()")
+    expire(own, lease)
+    found = candidates(own)
+
+    def prolong_it() -> None:
+        assert prolong(other, TABLES, [lease], lease=timedelta(minutes=1)).kept == [lease]
+        other.commit()
+
+    with before_the_second_try(own, prolong_it) as sent:
+        settled = settle_expired(own, TABLES, found, retention=KEEP)
+
+    assert len(sent) == 2
+    assert (settled.written, settled.refused) == ([], [])
+    assert statuses(own) == {1: "running", 2: "running", 3: "running"}
+
+
+def test_a_row_that_somebody_takes_hold_of_in_between_is_busy(own: Connection, other: Connection) -> None:
+    entry = (the_third(own), DONE)
+
+    def hold_it() -> None:
+        run(other, "SELECT 1 FROM background_jobs WHERE id = 3 FOR UPDATE")
+
+    with before_the_second_try(own, hold_it) as sent:
+        first = settle(own, TABLES, [entry], retention=KEEP)
+    other.rollback()
+    second = settle(own, TABLES, first.busy, retention=KEEP)
+
+    assert len(sent) == 2
+    assert (first.busy, first.written) == ([entry], [])
+    assert second.written == [entry]
+    assert statuses(own)[3] == "done"
+
+
+def test_a_lease_stolen_in_between_is_lost_to_its_handler(
+    engine: Engine, own: Connection, other: Connection
+) -> None:
+    lease = the_third(own)
+
+    def steal_it() -> None:
+        run(other, "UPDATE background_jobs SET fencing_token = 9, locked_by = 'thief' WHERE id = 3")
+        other.commit()
+
+    with engine.connect() as handler, before_the_second_try(handler, steal_it) as sent:
+        run(handler, "INSERT INTO orders (customer) VALUES ('Ada')")
+        settled = settle_within(handler, TABLES, (lease, DONE), retention=KEEP)
+        handler.rollback()
+
+    assert len(sent) == 2
+    assert settled is None
+    assert ask(own, "SELECT status || locked_by FROM background_jobs WHERE id = 3") == "runningthief"
 
 
 async def test_a_failure_whose_text_is_refused_is_recorded_without_it(
