@@ -31,6 +31,7 @@ from sqlalchemy import (
     null,
     or_,
     select,
+    text,
     update,
 )
 from sqlalchemy.dialects.postgresql import JSONB
@@ -64,6 +65,9 @@ LOG_LENGTH = 10
 LOG_ERROR_LENGTH = 500
 
 Entry = tuple[Lease, Verdict]
+
+# plain text: the end of the transaction ends it too, and no object of SQLAlchemy's must be told
+_SAVEPOINT, _BACK_TO_IT = text("SAVEPOINT sqla_jobs"), text("ROLLBACK TO SAVEPOINT sqla_jobs")
 
 
 @dataclass(slots=True)
@@ -319,18 +323,30 @@ def _settle_in_place(
             settled.busy.append(entry)  # held or lost in this moment: the next try looks
 
 
-def settle_within(connection: Connection, tables: Tables, entry: Entry, *, retention: Retention) -> bool:
-    """Write one verdict as part of the caller's transaction; False when the lease is lost.
+def settle_within(
+    connection: Connection, tables: Tables, entry: Entry, *, retention: Retention
+) -> Settled | None:
+    """Write one verdict as part of the caller's transaction; None when the lease is lost.
 
-    Waits for its row instead of skipping it: the worker's own prolongation may hold it for a moment.
-    Whoever calls sets a lock_timeout and rolls back on False.
+    Waits for its row instead of skipping it: the worker's own prolongation may hold it for a moment. In a
+    savepoint: what cannot be archived ends in place, and costs nothing of what the caller wrote. Whoever
+    calls sets a lock_timeout and rolls back on None. Raises what cannot be written at all.
     """
     simple = _is_simple(entry[1])
     statement = (
         done_statement(tables, wait=True) if simple else mixed_statement(tables, expired=False, wait=True)
     )
-    ids = connection.scalar(statement, _parameters([entry], retention, simple=simple))
-    return bool(ids)
+    connection.execute(_SAVEPOINT)
+    try:
+        ids = connection.scalar(statement, _parameters([entry], retention, simple=simple))
+    except Exception as error:
+        if not is_rows_fault(error):
+            raise
+        connection.execute(_BACK_TO_IT)
+        statement = mixed_statement(tables, expired=False, wait=True, in_place=True)
+        ids = connection.scalar(statement, _parameters([entry], retention, simple=False))
+        return Settled(written=[entry], kept=[(entry, brief(error))]) if ids else None
+    return Settled(written=[entry]) if ids else None
 
 
 def settle_expired(
@@ -424,11 +440,16 @@ def _look(
             (settled.written if answer_lost else settled.stale).append(entry)
         elif any(_still_ours(row, entry[0]) for row in places):
             settled.busy.append(entry)
-        elif any(_ended_by_us(row, entry[0]) for row in places):
-            settled.written.append(entry)
+        elif ended := [row for row in places if _ended_by_us(row, entry[0])]:
+            settled.written.append((entry[0], _as_written(entry[1], JobStatus(ended[0][3]))))
         else:
             settled.stale.append(entry)
     return settled
+
+
+def _as_written(verdict: Verdict, status: JobStatus) -> Verdict:
+    """What an earlier call wrote counts: a handler's commit, say, whose lost answer looked like a failure."""
+    return verdict if verdict.status is status else Verdict(status)
 
 
 def _still_ours(row: Any, lease: Lease) -> bool:

@@ -26,6 +26,7 @@ from sqla_jobs.core.retention import Retention
 from sqla_jobs.errors import ConfigurationError, EntityGone, LeaseLost, PayloadError, TimeLimitExceeded
 from sqla_jobs.events import Events
 from sqla_jobs.store.claim import ClaimedJob
+from sqla_jobs.store.settle import Settled
 from sqla_jobs.tasks import Jobs, Task
 from sqla_jobs.worker.failure import describe, forget_frames, storable
 from sqla_jobs.worker.session import HandlerSession, abandon, end_read, settle_through
@@ -149,9 +150,9 @@ class Runner:
             outcome: Outcome = self._returned(run, result)
             if session is not None:
                 _require_lease(run)
-                committed = settle_through(session, self._tables, self._entry(run, outcome), self._retention)
-                if committed is not None:
-                    return self._through_session(run, outcome, committed=committed)
+                settled = settle_through(session, self._tables, self._entry(run, outcome), self._retention)
+                if settled is not None:
+                    return self._through_session(run, settled)
         except BaseException as error:
             outcome = self._outcome_of(error, run)
             if session is not None:
@@ -193,7 +194,7 @@ class Runner:
             outcome: Outcome = self._returned(run, result)
             if session is not None:
                 _require_lease(run)
-                committed = await _to_its_end(
+                settled = await _to_its_end(
                     session.run_sync(
                         settle_through,  # type: ignore[arg-type]
                         self._tables,
@@ -201,8 +202,8 @@ class Runner:
                         self._retention,
                     )
                 )
-                if committed is not None:
-                    return self._through_session(run, outcome, committed=committed)
+                if settled is not None:
+                    return self._through_session(run, settled)
         except BaseException as error:
             if isinstance(error, GeneratorExit):
                 raise  # the loop is gone; a handler's own comes as a RuntimeError
@@ -292,12 +293,17 @@ class Runner:
         # also of a run that was lost or given back: whoever keeps the books knows, and leaves it out
         return Ended(run, self._judged(run, outcome))
 
-    def _through_session(self, run: Run, outcome: Outcome, *, committed: bool) -> Ended:
+    def _through_session(self, run: Run, settled: Settled) -> Ended:
         self._over(run)
-        if committed:
-            return Ended(run, None, written=self._judged(run, outcome))
-        run.lost = True
-        return Ended(run, None)
+        if not settled.written:
+            run.lost = True
+            return Ended(run, None)
+        [(lease, verdict)] = settled.written
+        for _, error in settled.kept:
+            self._events.emit(
+                "archive.refused", job=lease.id, queue=lease.queue, kind=run.job.kind, error=error
+            )
+        return Ended(run, None, written=verdict)
 
     def given_up(self, run: Run) -> Verdict:
         """On an attempt past its time limit that does not end: it has failed, although it still runs."""

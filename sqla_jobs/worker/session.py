@@ -18,7 +18,7 @@ from sqla_jobs.core.retention import Retention
 from sqla_jobs.errors import SqlaJobsError
 from sqla_jobs.models import Tables
 from sqla_jobs.store.door import cut, driver_of, told_pid
-from sqla_jobs.store.settle import Entry, settle_within
+from sqla_jobs.store.settle import Entry, Settled, settle_within
 
 __all__ = ["HandlerSession", "abandon", "end_read", "settle_through"]
 
@@ -151,11 +151,12 @@ def end_read(session: HandlerSession) -> None:
 
 def settle_through(
     session: HandlerSession, tables: Tables, entry: Entry, retention: Retention
-) -> bool | None:
+) -> Settled | None:
     """Commit what the handler wrote together with its verdict.
 
-    True: both are committed. False: the lease is lost, and both are rolled back. None: the session was
-    never used, the verdict is still to be written. Raises what the handler's own statements raise.
+    Both are committed, or nothing is `written`: the lease is lost, and both are rolled back. None: the
+    session was never used, the verdict is still to be written. Raises what the handler's own statements
+    raise.
     """
     session.require_transaction()
     session.commit()
@@ -166,14 +167,15 @@ def settle_through(
         return None
     session.settling = time.monotonic()
     outer.execute(_LOCK_TIMEOUT)
-    if not settle_within(outer, tables, entry, retention=retention):
+    settled = settle_within(outer, tables, entry, retention=retention)
+    if settled is None:
         abandon(session)
-        return False
+        return Settled(stale=[entry])
     session.let_go(commit=True)
     session.settling = None
     session.finish()
     session.close()
-    return True
+    return settled
 
 
 def abandon(session: HandlerSession) -> None:

@@ -277,7 +277,7 @@ LINES: tuple[Mutant, ...] = (
            _postgres("worker_faults", "a_session_closed_on_work_that_is_not_committed_is_not_a_silent_success")),
     Mutant("a lost settle commits what the handler wrote", 4, _W + "session.py",
            "        abandon(session)\n"
-           "        return False\n"
+           "        return Settled(stale=[entry])\n"
            "    session.let_go(commit=True)",
            "        session.let_go(commit=True)\n"
            "        return False\n"

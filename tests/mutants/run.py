@@ -25,11 +25,21 @@ sys.path.insert(0, str(ROOT / "tests"))
 from mutants.table import MUTANTS, Mutant  # noqa: E402
 
 AT_ONCE = 2
-#: What says that the mutant could not even be tried.
-BROKEN = re.compile(
-    r"errors? during collection|ImportError|SyntaxError|UndefinedColumn|UndefinedTable|UndefinedFunction"
-    r"|AmbiguousColumn|CompileError|ArgumentError|IndentationError|NameError|UnboundLocalError"
+HANGS = 900  # seconds
+#: The statement could not run at all: class 42 of SQLSTATE, under psycopg's names, and SQLAlchemy's refusals.
+NO_STATEMENT = re.compile(
+    r"\b(?:psycopg\.errors\.(?:SyntaxError|Undefined\w+|Ambiguous\w+|Duplicate(?:Column|Alias)|GroupingError"
+    r"|DatatypeMismatch|CannotCoerce|IndeterminateDatatype|InvalidColumnReference|WrongObjectType)"
+    r"|sqlalchemy\.exc\.(?:CompileError|ArgumentError|NoSuchColumnError|StatementError))"
 )
+#: The code could not run: these, raised by a line of ours.
+NO_CODE = re.compile(
+    r'^  File "\S*/sqla_jobs/\S+", line \d+, in .*\n(?:    .*\n)*'
+    r"(?:\w*SyntaxError|IndentationError|\w*ImportError|ModuleNotFoundError|NameError|UnboundLocalError"
+    r"|AttributeError|TypeError|KeyError)\b",
+    re.MULTILINE,
+)
+NOT_A_TEST = re.compile(r"errors? during collection|^_+ ERROR (?:at setup of|collecting) ", re.MULTILINE)
 #: Without its parameters, which may hold spaces.
 FAILED = re.compile(r"^FAILED (\S+::\w+)", re.MULTILINE)
 
@@ -56,7 +66,7 @@ def copy_of_the_tree(target: Path) -> Path:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    return os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "300"}
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], *options: str) -> tuple[int, str]:
@@ -69,7 +79,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], *options: str) -> tuple[int, s
         env=environment(tree),
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=HANGS,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
@@ -112,12 +122,21 @@ def tried(mutant: Mutant, trees: Trees) -> tuple[Mutant, str, str]:
     finally:
         path.write_text(whole)
         trees.put(tree)
+    return mutant, *judged(code, output)
+
+
+def judged(code: int, output: str) -> tuple[str, str]:
+    """Red only by what a test saw: not by code, or a statement, that cannot run."""
     if code == 0:
-        return mutant, "SURVIVED", ""
+        return "SURVIVED", ""
     failed = FAILED.search(output)
-    if BROKEN.search(output) or (failed is None and "Timeout" not in output):
-        return mutant, "BROKEN", f"(pytest ended with {code})\n{output[-600:]}"
-    return mutant, "red", failed[1].rpartition("::")[2] if failed else "(the time limit of a test)"
+    line = output[failed.start() :].partition("\n")[0] if failed else ""
+    for sign, text in ((NOT_A_TEST, output), (NO_CODE, output), (NO_STATEMENT, line)):
+        if (found := sign.search(text)) is not None:
+            return "BROKEN", f"({found[0].strip()[-300:]})"
+    if code != 1 or (failed is None and "Timeout" not in output):
+        return "BROKEN", f"(pytest ended with {code})\n{output[-600:]}"
+    return "red", line.partition("::")[2] or "(the time limit of a test)"
 
 
 def main(words: list[str]) -> int:
@@ -140,7 +159,7 @@ def main(words: list[str]) -> int:
             red = 0
             for mutant, result, seen in pool.map(lambda each: tried(each, trees), chosen):
                 red += result == "red"
-                print(f"{result:8} G{mutant.guarantee} {mutant.name}  {seen}", flush=True)
+                print(f"{result:8} G{mutant.guarantee} {mutant.name}  {seen[:160]}", flush=True)
     print(f"{red} of {len(chosen)} turned red")
     return 0 if chosen and red == len(chosen) else 1
 

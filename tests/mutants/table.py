@@ -7,10 +7,12 @@ __all__ = ["MUTANTS", "Mutant"]
 
 _PG = "tests/postgres/test_"
 FENCE = (f"{_PG}fence.py",)
+INTERLEAVINGS = (f"{_PG}interleavings.py",)
 SETTLE = (f"{_PG}settle.py", f"{_PG}fence.py")
 CLAIM = (f"{_PG}claim.py",)
 LEASE = (f"{_PG}lease.py", f"{_PG}fence.py")
 RESCUE = (f"{_PG}rescue.py", f"{_PG}fence.py", f"{_PG}refused_rows.py")
+REFUSED = (f"{_PG}refused_rows.py",)
 OUTBOX = (f"{_PG}outbox.py",)
 KEYS = (f"{_PG}unique_keys.py",)
 WORKER = (f"{_PG}worker.py", f"{_PG}worker_faults.py")
@@ -43,7 +45,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "        if _wanted(session, it):\n            _hold(session, it)", "        pass", OUTBOX),
     _mutant("the list is emptied before anything was written", 1, _O + "session.py",
             "    puts[:] = [it for it in puts if _wanted(session, it)]\n    # What raises",
-            "    puts = [it for it in session.info.pop(_PUTS) if _wanted(session, it)]\n    # What raises", OUTBOX),
+            "    puts = [it for it in puts if _wanted(session, it)]\n    session.info[_PUTS] = []\n    # What raises",
+            OUTBOX),
     _mutant("a call of a flush listener is forgotten while others wait", 1, _O + "session.py",
             "        puts.append(it)\n        session.info[_PUTS] = puts", "        pass", OUTBOX),
     _mutant("placeholders stay and are written as rows", 1, _O + "session.py",
@@ -83,13 +86,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "            c.locked_until < func.to_timestamp(0),\n", RESCUE),
     _mutant("an outcome without an answer is dropped", 2, _W + "settling.py",
             "                self._outcomes += entries\n                complete = False",
-            "                complete = False", (f"{_PG}interleavings.py",)),
+            "                complete = False", INTERLEAVINGS),
     _mutant("a busy row's outcome is dropped", 2, _W + "settling.py",
             "        self._outcomes += entries\n        self._more.set()", "        self._more.set()",
             (f"{_PG}guarantees.py::test_an_outcome_whose_row_somebody_holds_is_written_when_it_is_let_go",)),
     _mutant("a claim whose answer was lost is not looked for", 2, _W + "claims.py",
             "            self._orphans[step.queue] = [now, now + 10.0]", "            pass",
-            (f"{_PG}interleavings.py",)),
+            INTERLEAVINGS),
     _mutant("jobs that run are taken for orphans", 2, _S + "claim.py",
             "            c.id != func.all(IDS),\n", "", CLAIM),
     _mutant("orphans of others are released", 2, _S + "claim.py",
@@ -162,8 +165,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "        elif any(_still_ours(row, entry[0]) for row in places):\n            settled.busy.append(entry)\n",
             "", SETTLE),
     _mutant("a lost answer is called stale", 3, _S + "settle.py",
-            "        elif any(_ended_by_us(row, entry[0]) for row in places):\n"
-            "            settled.written.append(entry)\n", "", SETTLE),
+            "        elif ended := [row for row in places if _ended_by_us(row, entry[0])]:\n"
+            "            settled.written.append((entry[0], _as_written(entry[1], JobStatus(ended[0][3]))))\n", "",
+            SETTLE),
+    _mutant("what an earlier call wrote is told as what came after it", 3, _S + "settle.py",
+            "return verdict if verdict.status is status else Verdict(status)", "return verdict", FENCE),
     _mutant("a rescue of our job is taken for our own end", 3, _S + "settle.py",
             'return not last.get("lost") and {owner', "return {owner", SETTLE),
     _mutant("another owner's end under our token is taken for ours", 3, _S + "settle.py",
@@ -176,8 +182,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "            run.cancel()\n", "", WORKER),
     # -- 4: exactly once in the database
     _mutant("a handler's settle is not fenced", 4, _W + "session.py",
-            "    if not settle_within(outer, tables, entry, retention=retention):",
-            "    settle_within(outer, tables, entry, retention=retention)\n    if False:", SESSION),
+            "    if settled is None:\n        abandon(session)", "    if False:\n        abandon(session)", SESSION),
     _mutant("a handler's writes stay when it fails", 4, _W + "session.py",
             "            elif outer is not self._source:\n                outer.rollback()",
             "            elif outer is not self._source:\n                outer.commit()", SESSION),
@@ -247,6 +252,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "        if error is not None:\n            _settle_in_place(connection, tables, part[0], error, settled, "
             "retention)\n",
             "        if error is not None:\n            settled.refused.append((part[0], error))\n", WORKER),
+    _mutant("a row that cannot be archived fails its handler's work", 6, _S + "settle.py",
+            "            raise\n        connection.execute(_BACK_TO_IT)", "            raise\n        raise", REFUSED),
     _mutant("a row that cannot be archived stops a rescue", 6, _S + "settle.py",
             "            _settle_in_place(connection, tables, part[0], error, settled, retention, expired=True)\n",
             "            settled.refused.append((part[0], error))\n", RESCUE),

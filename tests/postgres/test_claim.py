@@ -104,6 +104,14 @@ def test_a_claim_takes_jobs_of_its_queue_only(a: Connection) -> None:
     assert ids(claimed(a, limit=10, queue="files")) == [wanted]
 
 
+def test_jobs_of_other_queues_take_no_place_in_a_claims_limit(a: Connection) -> None:
+    for _ in range(3):
+        put(a, queue="mail", priority=9)
+    wanted = put(a, queue="files")
+
+    assert ids(claimed(a, limit=1, queue="files")) == [wanted]
+
+
 @pytest.mark.parametrize("status", ["blocked", "failed", "done", "cancelled"])
 def test_a_claim_takes_ready_jobs_only(a: Connection, status: str) -> None:
     put(a, status=status)
@@ -438,6 +446,34 @@ def test_with_no_claim_known_all_of_ours_are_given_back(a: Connection) -> None:
 
     assert release_unknown(a, TABLES, queue="default", owner="A", known=[]) == 2
     assert ask(a, "SELECT count(*) FROM background_jobs WHERE status = 'running'") == 1
+
+
+def test_a_job_that_somebody_set_back_by_hand_is_not_given_back_once_more(a: Connection) -> None:
+    job = put(a)
+    take_one(a)
+    run(a, "UPDATE background_jobs SET status = 'ready'")  # and forgot the lease, as people do
+    before = alive(a, job)
+
+    assert release_unknown(a, TABLES, queue="default", owner="A", known=[]) == 0
+    assert alive(a, job) == before
+
+
+def test_an_unknown_claim_that_somebody_holds_keeps_no_other_from_being_given_back(
+    clean: Engine, a: Connection
+) -> None:
+    held, free = put_many(a, 2)
+    take(a, limit=2)
+    run(a, "SET lock_timeout = '1ms'")  # to wait at all is an error
+
+    with clean.connect() as user:
+        run(user, "SELECT 1 FROM background_jobs WHERE id = :id FOR UPDATE", id=held)
+        first = release_unknown(a, TABLES, queue="default", owner="A", known=[])
+        user.rollback()
+    second = release_unknown(a, TABLES, queue="default", owner="A", known=[])
+
+    run(a, "RESET lock_timeout")
+    assert (first, second) == (1, 1)
+    assert statuses(a) == {held: "ready", free: "ready"}
 
 
 def test_an_attempt_given_back_as_unknown_cannot_be_settled_by_its_late_answer(a: Connection) -> None:

@@ -3,11 +3,12 @@
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, text
 from steps import (
     KEEP,
     LEASE,
     TABLES,
+    Row,
     alive,
     archive,
     ask,
@@ -27,9 +28,21 @@ from steps import (
     written,
 )
 
-from sqla_jobs.core.lifecycle import DONE, Aborted, Lost, Raised, Released, Returned, Snoozed, Verdict
+from sqla_jobs.core.lifecycle import (
+    DONE,
+    Aborted,
+    JobStatus,
+    Lost,
+    Raised,
+    Released,
+    Returned,
+    Snoozed,
+    Verdict,
+)
 from sqla_jobs.core.retention import Retention
+from sqla_jobs.store.claim import release_unknown
 from sqla_jobs.store.lease import prolong
+from sqla_jobs.store.rescue import cancel_expired
 from sqla_jobs.store.settle import settle_expired, settle_within
 
 FAILED = judged(Raised("boom", None))
@@ -128,6 +141,55 @@ def test_a_lease_of_another_queue_settles_nothing(a: Connection) -> None:
     assert everything(a) == before
 
 
+@pytest.mark.parametrize("verdict", [DONE, RETRY, CANCELLED], ids=["done", "retry", "cancel"])
+def test_two_jobs_of_one_id_in_two_queues_are_two_jobs(a: Connection, verdict: Verdict) -> None:
+    """The key is (id, queue), and whoever inserts may choose: even the tokens are equal."""
+    for queue in "mail", "default":
+        put(a, id=7, queue=queue)
+    other = take_one(a, "A", queue="mail")
+    lease = take_one(a, "A")
+    assert lease == other._replace(queue="default")
+
+    def untouched() -> Row:
+        found = a.execute(text("SELECT xmin::text, * FROM background_jobs WHERE queue = 'mail'")).mappings()
+        return dict(found.one())
+
+    before = untouched()
+
+    assert prolong(a, TABLES, [lease], lease=LEASE).kept == [lease]
+    assert untouched() == before
+    assert written(a, (lease, verdict)).written == [(lease, verdict)]
+    assert untouched() == before
+    assert release_unknown(a, TABLES, queue="default", owner="A", known=[]) == 0
+    assert cancel_expired(a, TABLES, queue="default", retention=KEEP).cancelled == []
+    assert untouched() == before
+
+
+def test_a_rescue_takes_only_the_job_of_its_queue_when_another_has_its_id(a: Connection) -> None:
+    for queue in "mail", "default":
+        put(a, id=7, queue=queue)
+    take_one(a, "A", queue="mail")
+    expire(a, take_one(a, "A"))  # both, by their id
+    run(a, "UPDATE background_jobs SET cancel_requested_at = clock_timestamp()")
+
+    assert [lease.queue for lease, _ in rescue(a)] == ["default"]
+
+    assert ask(a, "SELECT status FROM background_jobs") == "running"
+    assert [row["queue"] for row in archive(a)] == ["default"]
+
+
+def test_a_claim_takes_only_the_job_of_its_queue_when_another_has_its_id(a: Connection) -> None:
+    for queue in "mail", "default":
+        put(a, id=7, queue=queue)
+
+    assert take_one(a, "A").queue == "default"
+
+    assert a.execute(text("SELECT queue, status FROM background_jobs ORDER BY 1")).all() == [
+        ("default", "running"),
+        ("mail", "ready"),
+    ]
+
+
 @every_verdict
 def test_a_job_that_somebody_set_back_by_hand_is_not_settled(a: Connection, verdict: Verdict) -> None:
     put(a)
@@ -135,8 +197,9 @@ def test_a_job_that_somebody_set_back_by_hand_is_not_settled(a: Connection, verd
     run(a, "UPDATE background_jobs SET status = 'ready'")  # and forgot the lease, as people do
     before = everything(a)
 
-    written(a, (lease, verdict))
+    settled = written(a, (lease, verdict))
 
+    assert settled.busy == []  # or it would be tried again for ever
     assert everything(a) == before
     assert prolong(a, TABLES, [lease], lease=LEASE).lost == [lease]
     assert everything(a) == before
@@ -340,6 +403,14 @@ def test_a_job_whose_lease_has_not_ended_is_no_candidate(a: Connection) -> None:
     assert [lease for lease, _ in candidates(a)] == [expired]
 
 
+def test_a_job_that_somebody_set_back_by_hand_is_no_candidate(a: Connection) -> None:
+    put(a)
+    expire(a, take_one(a, "A"))
+    run(a, "UPDATE background_jobs SET status = 'ready'")
+
+    assert candidates(a) == []
+
+
 def test_of_two_rescuers_that_saw_the_same_lease_one_wins(a: Connection, b: Connection) -> None:
     job = put(a)
     expire(a, take_one(a, "A"))
@@ -412,7 +483,7 @@ def test_a_handlers_commit_that_waits_for_a_rescue_finds_its_lease_lost(
             rescuer.commit()
         handler.rollback()
 
-    assert won.result() is False
+    assert won.result() is None
     assert alive(a, job)["status"] == "ready"
     assert archive(a) == []
     assert ask(a, "SELECT count(*) FROM orders") == 0
@@ -437,7 +508,7 @@ def test_a_handlers_transaction_with_a_lost_lease_is_told_so(
         won = settle_within(handler, TABLES, (lost, verdict), retention=KEEP)
         handler.rollback()
 
-    assert won is False
+    assert won is None
     assert everything(a) == before
     assert ask(a, "SELECT count(*) FROM orders") == 0
 
@@ -455,7 +526,7 @@ def test_a_handlers_transaction_proves_all_of_its_lease(
     with clean.begin() as handler:
         won = settle_within(handler, TABLES, (lease._replace(**change), DONE), retention=KEEP)  # type: ignore[arg-type]
 
-    assert won is False
+    assert won is None
     assert everything(a) == before
 
 
@@ -472,7 +543,7 @@ def test_what_a_handler_wrote_and_its_jobs_end_are_one_transaction(
         seen_outside = alive(a, job)["status"], ask(a, "SELECT count(*) FROM orders")
         handler.commit()
 
-    assert won is True
+    assert won is not None
     assert seen_outside == ("running", 0)
     assert statuses(a) == {job: verdict.status}
     assert ask(a, "SELECT count(*) FROM orders") == 1
@@ -509,6 +580,32 @@ def test_a_lost_answer_is_looked_for_past_the_line_of_an_earlier_attempt_that_wa
 
     assert again.written == [(lease, verdict)]
     assert not again.stale
+
+
+@every_verdict
+def test_what_the_log_says_of_an_earlier_attempt_is_not_taken_for_this_one(
+    a: Connection, verdict: Verdict
+) -> None:
+    put(a)
+    assert written(a, (take_one(a, "B"), judged(Raised("boom", timedelta(0))))).written
+    lease = take_one(a, "A")
+    assert written(a, (lease, verdict)).written
+
+    assert written(a, (lease, verdict), answer_lost=True).written == [(lease, verdict)]
+
+
+@every_verdict
+def test_an_outcome_of_ours_that_is_there_already_is_told_as_it_is(a: Connection, verdict: Verdict) -> None:
+    """A handler's own commit went through, its answer did not: what comes after it is not what happened."""
+    put(a)
+    lease = take_one(a, "A")
+    assert written(a, (lease, DONE)).written
+    before = everything(a)
+
+    [(told, outcome)] = written(a, (lease, verdict), answer_lost=True).written
+
+    assert (told, outcome.status) == (lease, JobStatus.DONE)
+    assert everything(a) == before
 
 
 @every_verdict

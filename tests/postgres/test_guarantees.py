@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 from steps import KEEP, TABLES, run, take_one
 from steps import put as put_row
-from workers import PATIENCE, Heard, finished, rows, until, working
+from workers import PATIENCE, Heard, execute, finished, rows, until, working
 
 from sqla_jobs.context import JobContext
 from sqla_jobs.core.leases import Lease
@@ -391,3 +391,28 @@ async def test_an_outcome_whose_row_somebody_holds_is_written_when_it_is_let_go(
         assert await heard.settled(1) == [JobStatus.DONE]
 
     assert starts == [1]
+
+
+async def test_a_job_that_killed_its_worker_waits_as_after_a_failure_before_it_may_kill_another(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    ran: list[int] = []
+
+    @jobs.task(name="job", retry=Retry(delay=timedelta(minutes=30), jitter=0))
+    def job() -> None:
+        ran.append(1)
+
+    put(engine, job)
+    execute(
+        engine,
+        "UPDATE background_jobs SET status = 'running', attempts = 1, fencing_token = 1, locked_by = 'gone', "
+        "locked_until = clock_timestamp() - interval '1 s'",
+    )
+
+    async with working(jobs, database_url) as (_, heard):
+        await heard.event("job.rescued")
+
+    [(status, waits)] = rows(engine, "SELECT status, run_at - now() FROM background_jobs")
+    assert status == "ready"
+    assert timedelta(minutes=29) < waits <= timedelta(minutes=30)
+    assert ran == []

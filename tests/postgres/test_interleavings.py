@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from proxy import Proxy
-from shop import Base, Job
+from shop import Base, Job, Order
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 from steps import (
@@ -36,8 +37,9 @@ from steps import (
     take,
     written,
 )
-from workers import rows, until_row, working
+from workers import rows, until, until_row, working
 
+from sqla_jobs.context import AsyncJobContext, JobContext
 from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import DONE, JobStatus, Raised
 from sqla_jobs.core.retention import Retention
@@ -155,6 +157,95 @@ async def test_12_a_claim_whose_answer_is_lost_gives_its_jobs_back_with_their_at
 
     assert rows(tcp_engine, "SELECT attempts FROM background_jobs_archive") == [(1,)]
     assert [each.fields["jobs"] for each in heard.named("job.released")] == [1]
+
+
+@pytest.mark.parametrize("form", ["thread", "loop"])
+async def test_12_a_handlers_commit_whose_answer_is_lost_is_not_done_again(
+    tcp_engine: Engine, proxied: Proxy, form: str
+) -> None:
+    """Nobody but the database knows whether it came through; it did."""
+    jobs = Jobs(Job)
+    ran: list[int] = []
+
+    @jobs.task(name="thread", retry=Retry(delay=timedelta(0)))
+    def in_thread(ctx: JobContext) -> None:
+        ran.append(ctx.attempt)
+        ctx.session.add(Order(customer="Ada"))
+
+    @jobs.task(name="loop", retry=Retry(delay=timedelta(0)))
+    async def in_loop(ctx: AsyncJobContext) -> None:
+        ran.append(ctx.attempt)
+        ctx.session.add(Order(customer="Ada"))
+
+    commits: list[object] = []
+
+    def before(connection: Connection) -> None:
+        if not commits and ran:
+            commits.append(connection)
+            proxied.become("deaf")
+
+    own, async_own = create_engine(proxied.url), create_async_engine(proxied.url)
+    for engine in (own, async_own.sync_engine):
+        event.listen(engine, "commit", before)
+    with Session(tcp_engine) as session, session.begin():
+        enqueue(session, jobs.tasks[form])
+
+    lease = timedelta(seconds=6)
+    async with working(jobs, "", engine=own, async_engine=async_own, lease=lease) as (_, heard):
+        await until_row(tcp_engine, "SELECT 1 FROM background_jobs_archive")
+        await heard.event("database.error")
+        proxied.become("pass")
+        told = await heard.settled(1)
+    own.dispose()
+    await async_own.dispose()
+
+    assert ran == [1]
+    assert told == [JobStatus.DONE]  # although the handler's thread or task saw an error
+    assert len(commits) == 1
+    assert rows(tcp_engine, "SELECT status, attempts FROM background_jobs_archive") == [("done", 1)]
+    assert rows(tcp_engine, "SELECT count(*) FROM background_jobs") == [(0,)]
+    assert rows(tcp_engine, "SELECT customer FROM orders") == [("Ada",)]
+
+
+# -- 13: somebody holds one row while the others are settled
+
+
+@pytest.mark.parametrize("end", ["returns", "fails"])
+async def test_13_a_worker_writes_the_outcome_of_a_held_row_when_it_is_free_and_the_others_at_once(
+    engine: Engine, database_url: str, end: str
+) -> None:
+    jobs = Jobs(Job)
+    ran: list[int] = []
+    go = threading.Event()
+
+    @jobs.task(name="job", retry=Retry(delay=timedelta(hours=1)))
+    def job(number: int) -> None:
+        ran.append(number)
+        go.wait(20)
+        if end == "fails":
+            raise ValueError("boom")
+
+    with Session(engine) as session, session.begin():
+        held = [enqueue(session, job, number) for number in range(5)][2]
+
+    async with working(jobs, database_url, concurrency=5) as (_, heard):
+        await until(lambda: len(ran) == 5)
+        with engine.begin() as user:
+            user.execute(text("SELECT 1 FROM background_jobs WHERE id = :id FOR UPDATE"), {"id": held.id})
+            go.set()
+            await heard.settled(4)
+            [(while_held,)] = rows(engine, "SELECT status FROM background_jobs WHERE id = :id", id=held.id)
+        await heard.settled(5)
+
+    ends = rows(
+        engine,
+        "SELECT status, attempts FROM background_jobs UNION ALL "
+        "SELECT status, attempts FROM background_jobs_archive",
+    )
+    assert while_held == "running"
+    assert ends == [("done" if end == "returns" else "ready", 1)] * 5
+    assert sorted(ran) == [0, 1, 2, 3, 4]
+    assert heard.named("lease.lost") == []
 
 
 # -- 15: settle against prolong against rescue against cancel, in opposite orders

@@ -1,6 +1,7 @@
 """Prolonging: many leases in one statement, past rows that somebody holds, and what it finds out."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, event
@@ -165,3 +166,33 @@ def test_a_lease_on_a_job_that_never_existed_is_lost(a: Connection) -> None:
     lease = Lease("default", 4711, 1, "A")
 
     assert prolong(a, TABLES, [lease], lease=LEASE).lost == [lease]
+
+
+# -- which of the attempts somebody wants to end
+
+
+def test_a_requested_cancel_is_told_without_touching_the_lease(a: Connection) -> None:
+    put_many(a, 3)
+    leases = take(a, limit=3)
+    run(a, "UPDATE background_jobs SET cancel_requested_at = clock_timestamp() WHERE id = 2")
+    before = [alive(a, lease.id) for lease in leases]
+
+    assert cancel_requested(a, TABLES, leases) == [leases[1]]
+    assert [alive(a, lease.id) for lease in leases] == before
+
+
+@pytest.mark.parametrize("change", [{"token": 7}, {"queue": "mail"}], ids=["token", "queue"])
+def test_a_cancel_of_another_attempt_is_not_ours(a: Connection, change: dict[str, Any]) -> None:
+    put(a)
+    lease = take(a)[0]
+    run(a, "UPDATE background_jobs SET cancel_requested_at = clock_timestamp()")
+
+    assert cancel_requested(a, TABLES, [lease._replace(**change)]) == []
+
+
+def test_a_cancel_of_a_job_that_runs_no_more_is_not_ours(a: Connection) -> None:
+    put(a)
+    lease = take(a)[0]
+    run(a, "UPDATE background_jobs SET cancel_requested_at = clock_timestamp(), status = 'ready'")
+
+    assert cancel_requested(a, TABLES, [lease]) == []

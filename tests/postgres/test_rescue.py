@@ -7,6 +7,7 @@ from sqlalchemy import Connection, Engine, event
 from steps import (
     KEEP,
     TABLES,
+    Row,
     alive,
     archive,
     ask,
@@ -255,3 +256,31 @@ def test_an_expired_job_that_somebody_holds_is_left(clean: Engine, a: Connection
         run(user, "SELECT 1 FROM background_jobs WHERE id = :id FOR UPDATE", id=held)
 
         assert cancel_expired(a, TABLES, queue="default", retention=KEEP).cancelled == [free]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "status = 'running', fencing_token = 1, locked_by = 'A', locked_until = now() + interval '1 minute'",
+        "fencing_token = 1",
+        "expires_at = now() + interval '1 hour'",
+        "status = 'blocked'",
+    ],
+    ids=["claimed", "claimed and given back", "put off", "blocked"],
+)
+def test_an_expiry_looks_again_before_it_writes(a: Connection, b: Connection, change: str) -> None:
+    """A claim of the last moment may commit between the look and the cancel."""
+    changed, expired = put(a, expires_at=AGO), put(a, expires_at=AGO)
+
+    def meddle(_c: object, _cursor: object, statement: str, *_: object) -> None:
+        if "WITH late AS" in statement:
+            run(b, f"UPDATE background_jobs SET {change} WHERE id = :id", id=changed)
+            looked.append(alive(b, changed))
+
+    looked: list[Row] = []
+    event.listen(a, "before_cursor_execute", meddle)
+    cancelled = cancel_expired(a, TABLES, queue="default", retention=KEEP).cancelled
+    event.remove(a, "before_cursor_execute", meddle)
+
+    assert cancelled == [expired]
+    assert [alive(b, changed)] == looked

@@ -345,8 +345,12 @@ def _flushed(session: Session, keys: list[str]) -> list[Enqueued]:
     return made
 
 
-def test_a_holder_that_vanishes_between_the_insert_and_the_look_is_none(clean: Engine) -> None:
-    """Insert meets a waiting job; before it is looked for, it is gone: the second try writes ours."""
+@pytest.mark.parametrize("keys", ["k", "jkl"])
+def test_a_holder_that_vanishes_between_the_insert_and_the_look_is_none(clean: Engine, keys: str) -> None:
+    """Insert meets a waiting job; before it is looked for, it is gone: the second try writes ours.
+
+    It begins again at the first key: what the first try wrote must not meet itself there.
+    """
     with Session(clean) as session, session.begin():
         handles(session, "k")
 
@@ -360,11 +364,11 @@ def test_a_holder_that_vanishes_between_the_insert_and_the_look_is_none(clean: E
 
     event.listen(clean, "before_cursor_execute", vanish)
     with Session(clean) as session, session.begin():
-        [second] = handles(session, "k")
+        made = handles(session, *keys)
     event.remove(clean, "before_cursor_execute", vanish)
 
-    assert second.created
-    assert [row[0] for row in live(clean)] == [second.id]
+    assert [(each.created, each.conflict) for each in made] == [(True, None)] * len(keys)
+    assert [row[:2] for row in live(clean)] == [(each.id, key) for each, key in zip(made, keys, strict=True)]
 
 
 def test_a_second_try_begins_again_without_what_the_first_has_written(clean: Engine) -> None:

@@ -11,7 +11,7 @@ import pytest
 from shop import Job, Order
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
-from workers import PATIENCE, execute, finished, rows, until, until_row, working
+from workers import PATIENCE, Heard, execute, finished, rows, until, until_row, working
 
 from sqla_jobs.context import AsyncJobContext, JobContext, RetryAfter, Snooze
 from sqla_jobs.core.lifecycle import JobStatus
@@ -383,12 +383,14 @@ async def test_a_stop_gives_back_what_was_prefetched_uncharged(
         for _ in range(200):
             enqueue(session, long)
     worker = Worker(jobs, url=database_url, concurrency=2)
+    heard = Heard(worker)
     run = asyncio.create_task(worker.run())
     await until_row(
         engine, "SELECT 1 FROM background_jobs WHERE kind = 'long' AND status = 'running' HAVING count(*) > 2"
     )
 
     worker.stop()
+    await heard.event("worker.draining")  # before, a consumer would run on: what never waits ends at once
     go.set()
     with anyio.fail_after(PATIENCE):
         code = await run
