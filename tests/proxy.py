@@ -15,8 +15,11 @@ from sqlalchemy import URL, make_url
 __all__ = ["Mode", "Proxy"]
 
 #: pass: everything; blackhole: nothing arrives, either way; deaf: requests arrive, answers do not;
-#: reset: connections are reset, new ones too.
-Mode = Literal["pass", "blackhole", "deaf", "reset"]
+#: reset: connections are reset, new ones too; slow: everything, late and a few bytes at a time.
+Mode = Literal["pass", "blackhole", "deaf", "reset", "slow"]
+
+#: Of a slow network: seconds before a piece goes on, and its length in bytes.
+_LATENCY, _PIECE = 0.01, 256
 
 
 class Proxy:
@@ -101,11 +104,19 @@ class Proxy:
     ) -> None:
         with suppress(ConnectionError):
             while some := await reader.read(65536):
-                if self._mode == "pass" or (self._mode == "deaf" and not answers):
+                if self._mode == "slow":
+                    await self._trickle(some, writer)
+                elif self._mode == "pass" or (self._mode == "deaf" and not answers):
                     writer.write(some)
             # a black hole swallows the end of a connection too; whoever waits behind it is told nothing
-            if self._mode == "pass":
+            if self._mode in ("pass", "slow"):
                 writer.close()
+
+    async def _trickle(self, some: bytes, writer: asyncio.StreamWriter) -> None:
+        for begin in range(0, len(some), _PIECE):
+            if self._mode == "slow":  # healed meanwhile: the rest at once
+                await asyncio.sleep(_LATENCY)
+            writer.write(some[begin : begin + _PIECE])
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

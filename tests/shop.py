@@ -6,7 +6,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
-from sqlalchemy import ForeignKey
+from sqlalchemy import ForeignKey, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 from sqla_jobs.context import AsyncJobContext, JobContext
@@ -91,6 +91,47 @@ async def hold_async(ctx: AsyncJobContext, path: str, line: str, seconds: float)
     """The same in the loop."""
     _append(path, f"start {line} {os.getpid()} {ctx.attempt}")
     await asyncio.wait_for(asyncio.Event().wait(), seconds)
+
+
+#: The table that the ledger's tests make for themselves.
+_ENTRY = text("INSERT INTO ledger (job, attempt, pid) VALUES (:job, :attempt, :pid)")
+_PATIENT = Retry(max_attempts=500, delay=timedelta(seconds=0.2), factor=1)
+
+
+@jobs.task(queue="files", retry=_PATIENT)
+def enter(ctx: JobContext, path: str, seconds: float, first: bool = False) -> None:
+    """Write a row of the ledger through ctx.session; `first`: before the wait, and hold the session in it."""
+    _append(path, f"start {ctx.id} {os.getpid()} {ctx.attempt}")
+    entry = {"job": ctx.id, "attempt": ctx.attempt, "pid": os.getpid()}
+    try:
+        if first:
+            ctx.session.execute(_ENTRY, entry)
+        threading.Event().wait(seconds)
+        if not first:
+            ctx.session.execute(_ENTRY, entry)
+    finally:
+        _append(path, f"end {ctx.id} {os.getpid()} {ctx.attempt}")
+
+
+@jobs.task(queue="files", retry=_PATIENT)
+async def enter_async(ctx: AsyncJobContext, path: str, seconds: float, first: bool = False) -> None:
+    """The same in the loop."""
+    _append(path, f"start {ctx.id} {os.getpid()} {ctx.attempt}")
+    entry = {"job": ctx.id, "attempt": ctx.attempt, "pid": os.getpid()}
+    try:
+        if first:
+            await ctx.session.execute(_ENTRY, entry)
+        await asyncio.sleep(seconds)
+        if not first:
+            await ctx.session.execute(_ENTRY, entry)
+    finally:
+        _append(path, f"end {ctx.id} {os.getpid()} {ctx.attempt}")
+
+
+@jobs.task(queue="files", retry=Retry(max_attempts=1))
+def query_for(ctx: JobContext, seconds: float) -> None:
+    """A statement of the handler's own that takes its time."""
+    ctx.session.execute(text("SELECT pg_sleep(:seconds)"), {"seconds": seconds})
 
 
 @jobs.task(queue="files", retry=Retry(max_attempts=1))
