@@ -323,7 +323,7 @@ def make_worker(options: Mapping[str, Any], *, events: Events) -> tuple[Worker, 
     """The worker that the options describe, and where its database came from, without the password."""
     jobs = load_app(options["app"])
     url = options["database_url"]
-    given = options["database_url_from"] == "--database-url"
+    given = url is not None and options["database_url_from"] == "--database-url"
     in_code = jobs.engine if jobs.engine is not None else jobs.async_engine
     if in_code is not None and not given:
         url, source = None, f"{in_code.url.render_as_string()} (engine in code)"

@@ -332,6 +332,7 @@ async def test_b56_handlers_that_hold_all_sessions_of_a_small_pool_lose_no_lease
 
     assert code == 0
     said = worker.text()
+    assert "(engine in code)" in said
     assert [word for word in ("lease.lost", "job.rescued", "database.error") if word in said] == []
     ledger.check()
     assert most <= 2 + 2 + 4  # the pools, and claims, settles, leases, LISTEN beside them

@@ -1,0 +1,129 @@
+"""What a worker costs that has nothing to do, and what is left of jobs that fail: next to nothing."""
+
+import asyncio
+import gc
+import os
+import time
+import weakref
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from processes import worker_process
+from shop import Base, Job
+from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy.orm import Session
+from workers import until, working
+
+from sqla_jobs.core.lifecycle import JobStatus
+from sqla_jobs.core.retry import Retry
+from sqla_jobs.embedded import EmbeddedPostgres
+from sqla_jobs.tasks import Jobs, enqueue_many
+
+pytestmark = pytest.mark.system
+
+NAME = "idle"
+ONCE = Retry(max_attempts=1)
+
+
+def statements(log: Path) -> list[str]:
+    """What the worker has sent, as the server saw it."""
+    return [
+        line.partition(f"{NAME} ")[2]
+        for line in log.read_text(errors="replace").splitlines()
+        if line.startswith(f"{NAME} ") and (" statement: " in line or " execute " in line)
+    ]
+
+
+@pytest.mark.parametrize("span", [12.0, pytest.param(70.0, marks=pytest.mark.full)])
+async def test_an_idle_worker_sends_at_most_30_statements_a_minute_and_needs_less_than_a_hundredth_of_a_core(
+    tmp_path: Path, span: float
+) -> None:
+    """Of one queue, by default. Counted over `span` seconds soon after its start, scaled to a minute."""
+    settings = {"log_statement": "all", "log_line_prefix": "%a "}
+    with EmbeddedPostgres(durable=False, settings=settings) as server:
+        url = make_url(server.create_database("shop"))
+        engine = create_engine(url.set(drivername="postgresql+psycopg"))
+        Base.metadata.create_all(engine)
+        engine.dispose()
+        named = url.update_query_dict({"application_name": NAME}).render_as_string(hide_password=False)
+        with worker_process(named, tmp_path / "log", "-q", "files") as worker:
+            await until(lambda: "listen.connected" in worker.text())
+            await asyncio.sleep(2.0)  # what the start itself costs
+            log = server.data_directory / "server.log"
+            sent, used, begun = len(statements(log)), worker.processor_seconds(), time.monotonic()
+
+            await asyncio.sleep(span)  # nothing else happens: that is what is measured
+            took = time.monotonic() - begun
+            found, seconds = statements(log)[sent:], worker.processor_seconds() - used
+            code = worker.stop()
+
+    assert code == 0
+    # a probe of its connection or a pass of its maintenance may fall into a short span or not
+    assert len(found) * 60 / took <= 30, Counter(found)
+    assert seconds / took < 0.01
+
+
+# -- what failing jobs leave behind (field case B18)
+
+
+class Load:
+    """Five megabytes that can be watched."""
+
+    def __init__(self) -> None:
+        self.bytes = b"x" * 5_000_000
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["failing", "succeeding"])
+@pytest.mark.parametrize("count", [1_000, pytest.param(3_000, marks=pytest.mark.full)])
+async def test_b18_jobs_that_fail_leave_neither_memory_nor_their_locals_behind(
+    engine: Engine, database_url: str, count: int, fails: bool
+) -> None:
+    """Half of them in threads, half in the loop, each with five megabytes in a local."""
+    jobs = Jobs(Job)
+    loads: list[weakref.ref[Load]] = []
+    most_alive = 0
+
+    def work() -> None:
+        nonlocal most_alive
+        load = Load()
+        loads.append(weakref.ref(load))
+        most_alive = max(most_alive, sum(ref() is not None for ref in loads[-100:]))
+        if fails:
+            raise ValueError(str(len(load.bytes)))
+
+    @jobs.task(name="in_thread", retry=ONCE)
+    def in_thread() -> None:
+        work()
+
+    @jobs.task(name="in_loop", retry=ONCE)
+    async def in_loop() -> None:
+        await asyncio.sleep(0)
+        work()
+
+    def put(number: int) -> None:
+        with Session(engine) as session, session.begin():
+            enqueue_many(session, [(in_thread, in_loop)[n % 2].call() for n in range(number)])
+
+    end = JobStatus.FAILED if fails else JobStatus.DONE
+    async with working(jobs, database_url) as (_, heard):
+        put(100)
+        assert await heard.settled(100) == [end] * 100
+        gc.collect()
+        warm = resident_bytes()
+
+        put(count)
+        assert await heard.settled(100 + count) == [end] * (100 + count)
+        heard.events.clear()
+        gc.collect()
+
+        assert resident_bytes() - warm < 60_000_000
+        assert [ref for ref in loads if ref() is not None] == []
+    assert len(loads) == 100 + count
+    # not even the collector of cycles is needed: what ran and what had just ended
+    assert most_alive <= 20
