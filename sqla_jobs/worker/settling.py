@@ -89,7 +89,12 @@ class Settler:
             if len(self._outcomes) < _WORTH_A_STATEMENT and self._busy():
                 await asyncio.sleep(_LINGER)
             batch, self._outcomes = self._outcomes, []
-            if await self._write(batch):
+            try:
+                complete = await self._write(batch)
+            except BaseException:
+                self._put_back(batch)  # this loop is started again, and must find them
+                raise
+            if complete:
                 pause = 0.05
                 continue
             # the connection is at fault: nothing else would get through either
@@ -97,6 +102,13 @@ class Settler:
                 return
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(pause * 2, 5.0)
+
+    def _put_back(self, batch: list[Entry]) -> None:
+        """What is not answered for, and may be written already; the fence makes a second time harmless."""
+        again = {lease for lease, _ in self._outcomes}
+        entries = [(lease, verdict) for lease, verdict in batch if lease in self._jobs and lease not in again]
+        self._unanswered.update(lease for lease, _ in entries)
+        self._outcomes += entries
 
     def _again(self, entries: list[Entry]) -> None:
         self._waiting -= 1
@@ -145,8 +157,11 @@ class Settler:
                 self._outcomes.append((lease, degraded))
             else:
                 settled.stale.append((lease, verdict))  # nothing is left to try: the lease will run out
-        written = [(self._jobs.pop(lease), verdict) for lease, verdict in settled.written]
-        stale = [self._jobs.pop(lease) for lease, _ in settled.stale]
+        # one that was put back while it was busy is answered twice
+        written = [
+            (self._jobs.pop(lease), verdict) for lease, verdict in settled.written if lease in self._jobs
+        ]
+        stale = [self._jobs.pop(lease) for lease, _ in settled.stale if lease in self._jobs]
         self._answered(queue, written, stale)
 
 
