@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -126,6 +127,21 @@ async def enter_async(ctx: AsyncJobContext, path: str, seconds: float, first: bo
             await ctx.session.execute(_ENTRY, entry)
     finally:
         _append(path, f"end {ctx.id} {os.getpid()} {ctx.attempt}")
+
+
+@jobs.task(queue="files", retry=Retry(delay=timedelta(0)))
+def hold_and_fail(ctx: JobContext, path: str, line: str, seconds: float) -> None:
+    """Start, stay, and raise."""
+    _append(path, f"start {line} {os.getpid()} {ctx.attempt}")
+    threading.Event().wait(seconds)
+    raise ValueError(line)
+
+
+@jobs.task(queue="files", retry=Retry(max_attempts=3, delay=timedelta(0)))
+def kill_worker(ctx: JobContext, path: str) -> None:
+    """Take the process along."""
+    _append(path, f"start killer {os.getpid()} {ctx.attempt}")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @jobs.task(queue="files", retry=Retry(max_attempts=1))

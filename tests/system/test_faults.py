@@ -22,7 +22,7 @@ from proxy import Mode, Proxy
 from shop import Base
 from sqlalchemy import URL, Engine, create_engine, make_url
 from sqlalchemy.orm import Session
-from workers import execute, rows, until
+from workers import execute, rows, until, until_row
 
 from sqla_jobs.embedded import EmbeddedPostgres
 from sqla_jobs.tasks import enqueue
@@ -239,7 +239,7 @@ async def test_a_fault_of_the_server_loses_nothing_runs_nothing_twice_and_leaves
     "fault",
     [
         pytest.param(network("reset", 2), id="reset", marks=full),
-        pytest.param(network("blackhole", 4), id="black hole"),
+        pytest.param(network("blackhole", 4), id="black hole", marks=full),
         pytest.param(network("blackhole", 12), id="black hole, longer than the lease", marks=full),
         pytest.param(network("deaf", 4), id="deaf", marks=full),
         pytest.param(network("slow", 5), id="slow", marks=full),
@@ -284,6 +284,7 @@ async def test_b55_the_time_limits_of_a_role_end_a_handlers_own_statement_and_no
     )
 
     with worker_process(url, tmp_path / "log", *LEASE) as worker:
+        await until_row(observer, "SELECT 1 FROM background_jobs WHERE status = 'failed'")
         ledger.open(8, seconds=1.2, hold=False)
         while not rows(observer, "SELECT 1 FROM background_jobs_archive HAVING count(*) = 8"):
             oldest.append((await asyncio.to_thread(rows, observer, age, name=NAME))[0][0])
@@ -341,7 +342,8 @@ async def test_b56_handlers_that_hold_all_sessions_of_a_small_pool_lose_no_lease
 # -- workers that die
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(8, marks=full)])
+@full
+@pytest.mark.parametrize("rounds", [3, 8])
 async def test_of_two_workers_one_after_the_other_is_killed_at_any_moment(
     own_server: EmbeddedPostgres,
     observer: Engine,

@@ -35,11 +35,14 @@ def statements(log: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("span", [12.0, pytest.param(70.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("span", "burst"), [(10.0, 4), pytest.param(70.0, 0, marks=pytest.mark.full)])
 async def test_an_idle_worker_sends_at_most_30_statements_a_minute_and_needs_less_than_a_hundredth_of_a_core(
-    tmp_path: Path, span: float
+    tmp_path: Path, span: float, burst: int
 ) -> None:
-    """Of one queue, by default. Counted over `span` seconds soon after its start, scaled to a minute."""
+    """Of one queue, by default. Counted over `span` seconds soon after its start, scaled to a minute.
+
+    A short span may hold a poll and a pass of the maintenance more than its share: `burst`.
+    """
     settings = {"log_statement": "all", "log_line_prefix": "%a "}
     with EmbeddedPostgres(durable=False, settings=settings) as server:
         url = make_url(server.create_database("shop"))
@@ -49,7 +52,7 @@ async def test_an_idle_worker_sends_at_most_30_statements_a_minute_and_needs_les
         named = url.update_query_dict({"application_name": NAME}).render_as_string(hide_password=False)
         with worker_process(named, tmp_path / "log", "-q", "files") as worker:
             await until(lambda: "listen.connected" in worker.text())
-            await asyncio.sleep(2.0)  # what the start itself costs
+            await asyncio.sleep(1.0)  # what the start itself costs
             log = server.data_directory / "server.log"
             sent, used, begun = len(statements(log)), worker.processor_seconds(), time.monotonic()
 
@@ -59,8 +62,7 @@ async def test_an_idle_worker_sends_at_most_30_statements_a_minute_and_needs_les
             code = worker.stop()
 
     assert code == 0
-    # a probe of its connection or a pass of its maintenance may fall into a short span or not
-    assert len(found) * 60 / took <= 30, Counter(found)
+    assert 0 < len(found) <= 30 * took / 60 + burst, Counter(found)
     assert seconds / took < 0.01
 
 
@@ -79,7 +81,10 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("fails", [True, False], ids=["failing", "succeeding"])
+@pytest.mark.parametrize(
+    "fails",
+    [pytest.param(True, id="failing"), pytest.param(False, id="succeeding", marks=pytest.mark.full)],
+)
 @pytest.mark.parametrize("count", [1_000, pytest.param(3_000, marks=pytest.mark.full)])
 async def test_b18_jobs_that_fail_leave_neither_memory_nor_their_locals_behind(
     engine: Engine, database_url: str, count: int, fails: bool
