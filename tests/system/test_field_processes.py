@@ -197,7 +197,8 @@ async def test_b54_workers_whose_clock_is_wrong_or_steps_back_run_every_job_once
         engine, "SELECT id, attempts, started_at - run_at FROM background_jobs_archive ORDER BY id"
     )
     assert [row[:2] for row in archived] == [(job, 1) for job in (*held, late)]
-    assert timedelta(0) <= archived[-1][2] < timedelta(seconds=1)
+    # a start takes its time; a wrong clock would have been too early, or minutes late
+    assert timedelta(0) <= archived[-1][2] < timedelta(seconds=20)
 
 
 def test_b57_what_a_plain_install_brings_is_enough_for_everything_but_the_extras() -> None:
