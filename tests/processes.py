@@ -35,6 +35,27 @@ class WorkerProcess:
         """Of the process."""
         return self.process.pid
 
+    def descriptors(self) -> int:
+        """How many it has open."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def processor_seconds(self) -> float:
+        """What it has used of the processor, its own code and the system's."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def resident_bytes(self) -> int:
+        """Of memory."""
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def freeze(self) -> None:
+        """SIGSTOP: it does nothing and does not know it."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """SIGKILL: no drain, no farewell."""
         self.process.kill()

@@ -14,9 +14,12 @@ from sqlalchemy import URL, make_url
 
 __all__ = ["Mode", "Proxy"]
 
-#: pass: everything; slow: everything, late and in small pieces; blackhole: nothing arrives, either way;
-#: deaf: requests arrive, answers do not; reset: connections are reset, new ones too.
-Mode = Literal["pass", "slow", "blackhole", "deaf", "reset"]
+#: pass: everything; blackhole: nothing arrives, either way; deaf: requests arrive, answers do not;
+#: reset: connections are reset, new ones too; slow: everything, late and a few bytes at a time.
+Mode = Literal["pass", "blackhole", "deaf", "reset", "slow"]
+
+#: Of a slow network: seconds before a piece goes on, and its length in bytes.
+_LATENCY, _PIECE = 0.01, 256
 
 
 class Proxy:
@@ -102,15 +105,18 @@ class Proxy:
         with suppress(ConnectionError):
             while some := await reader.read(65536):
                 if self._mode == "slow":
-                    await asyncio.sleep(0.1)  # the network's latency
-                    for start in range(0, len(some), 200):
-                        writer.write(some[start : start + 200])
-                        await asyncio.sleep(0.001)
+                    await self._trickle(some, writer)
                 elif self._mode == "pass" or (self._mode == "deaf" and not answers):
                     writer.write(some)
             # a black hole swallows the end of a connection too; whoever waits behind it is told nothing
             if self._mode in ("pass", "slow"):
                 writer.close()
+
+    async def _trickle(self, some: bytes, writer: asyncio.StreamWriter) -> None:
+        for begin in range(0, len(some), _PIECE):
+            if self._mode == "slow":  # healed meanwhile: the rest at once
+                await asyncio.sleep(_LATENCY)
+            writer.write(some[begin : begin + _PIECE])
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

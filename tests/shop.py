@@ -2,11 +2,12 @@
 
 import asyncio
 import os
+import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
 
-from sqlalchemy import ForeignKey
+from sqlalchemy import ForeignKey, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 from sqla_jobs.context import AsyncJobContext, JobContext
@@ -37,17 +38,6 @@ class Receipt(Base):
     order_id: Mapped[int] = mapped_column(ForeignKey(Order.id))
     text: Mapped[str]
     order: Mapped[Order] = relationship()
-
-
-class Entry(Base):
-    """One effect of one job, written in its own transaction: exactly one each, or something is wrong."""
-
-    __tablename__ = "ledger"
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    number: Mapped[int]
-    attempt: Mapped[int]
-    pid: Mapped[int]
 
 
 jobs = Jobs(Job)
@@ -104,6 +94,62 @@ async def hold_async(ctx: AsyncJobContext, path: str, line: str, seconds: float)
     await asyncio.wait_for(asyncio.Event().wait(), seconds)
 
 
+#: The table that the ledger's tests make for themselves.
+_ENTRY = text("INSERT INTO ledger (job, attempt, pid) VALUES (:job, :attempt, :pid)")
+_PATIENT = Retry(max_attempts=500, delay=timedelta(seconds=0.2), factor=1)
+
+
+@jobs.task(queue="files", retry=_PATIENT)
+def enter(ctx: JobContext, path: str, seconds: float, first: bool = False) -> None:
+    """Write a row of the ledger through ctx.session; `first`: before the wait, and hold the session in it."""
+    _append(path, f"start {ctx.id} {os.getpid()} {ctx.attempt}")
+    entry = {"job": ctx.id, "attempt": ctx.attempt, "pid": os.getpid()}
+    try:
+        if first:
+            ctx.session.execute(_ENTRY, entry)
+        threading.Event().wait(seconds)
+        if not first:
+            ctx.session.execute(_ENTRY, entry)
+    finally:
+        _append(path, f"end {ctx.id} {os.getpid()} {ctx.attempt}")
+
+
+@jobs.task(queue="files", retry=_PATIENT)
+async def enter_async(ctx: AsyncJobContext, path: str, seconds: float, first: bool = False) -> None:
+    """The same in the loop."""
+    _append(path, f"start {ctx.id} {os.getpid()} {ctx.attempt}")
+    entry = {"job": ctx.id, "attempt": ctx.attempt, "pid": os.getpid()}
+    try:
+        if first:
+            await ctx.session.execute(_ENTRY, entry)
+        await asyncio.sleep(seconds)
+        if not first:
+            await ctx.session.execute(_ENTRY, entry)
+    finally:
+        _append(path, f"end {ctx.id} {os.getpid()} {ctx.attempt}")
+
+
+@jobs.task(queue="files", retry=Retry(delay=timedelta(0)))
+def hold_and_fail(ctx: JobContext, path: str, line: str, seconds: float) -> None:
+    """Start, stay, and raise."""
+    _append(path, f"start {line} {os.getpid()} {ctx.attempt}")
+    threading.Event().wait(seconds)
+    raise ValueError(line)
+
+
+@jobs.task(queue="files", retry=Retry(max_attempts=3, delay=timedelta(0)))
+def kill_worker(ctx: JobContext, path: str) -> None:
+    """Take the process along."""
+    _append(path, f"start killer {os.getpid()} {ctx.attempt}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@jobs.task(queue="files", retry=Retry(max_attempts=1))
+def query_for(ctx: JobContext, seconds: float) -> None:
+    """A statement of the handler's own that takes its time."""
+    ctx.session.execute(text("SELECT pg_sleep(:seconds)"), {"seconds": seconds})
+
+
 @jobs.task(queue="files", retry=Retry(max_attempts=1))
 async def exit_in_a_child() -> None:
     """A library's task of its own that calls sys.exit."""
@@ -112,37 +158,6 @@ async def exit_in_a_child() -> None:
         raise SystemExit(3)
 
     await asyncio.gather(child())
-
-
-_PATIENT = Retry(max_attempts=100, delay=timedelta(seconds=0.3), factor=1)
-
-
-@jobs.task(queue="ledger", retry=_PATIENT)
-def charge(ctx: JobContext, number: int, seconds: float) -> None:
-    """Work for a while, then write the one entry."""
-    threading.Event().wait(seconds)
-    ctx.session.add(Entry(number=number, attempt=ctx.attempt, pid=os.getpid()))
-
-
-@jobs.task(queue="ledger", retry=_PATIENT)
-async def charge_async(ctx: AsyncJobContext, number: int, seconds: float) -> None:
-    """The same in the loop."""
-    await asyncio.to_thread(threading.Event().wait, seconds)
-    ctx.session.add(Entry(number=number, attempt=ctx.attempt, pid=os.getpid()))
-
-
-@jobs.task(queue="waste", retry=Retry(max_attempts=1))
-def waste() -> None:
-    """Fail with five megabytes in a local."""
-    local = bytearray(5_000_000)
-    raise ValueError(len(local))
-
-
-@jobs.task(queue="waste", retry=Retry(max_attempts=1))
-async def waste_async() -> None:
-    """The same in the loop."""
-    local = bytearray(5_000_000)
-    raise ValueError(len(local))
 
 
 def _append(path: str, line: str) -> None:

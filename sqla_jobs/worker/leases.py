@@ -61,6 +61,7 @@ class LeaseKeeper:
         self._book = LeaseBook(lease=lease.total_seconds())
         self._lock = threading.Lock()
         self._changed = threading.Event()
+        self._stopping = asyncio.Event()  # for the loop; a thread hears of it by _changed
         self._stopped = False
         self._lost = lost
         self._cancel_requested = cancel_requested
@@ -123,6 +124,7 @@ class LeaseKeeper:
     async def stop(self) -> None:
         """End when the statement under way has ended."""
         self._stopped = True
+        self._stopping.set()
         self._changed.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, 5.0)
@@ -136,19 +138,25 @@ class LeaseKeeper:
         while not self._stopped:
             self._changed.wait(self._pause())
             self._changed.clear()
-            for group in self._due():
-                sent = time.monotonic()
-                try:  # this thread must outlive whatever it meets
-                    self._apply(self._on(lane, partial(self._verb, group)), sent)
-                except Exception as error:
-                    self._failed(error)
-            for group in self._to_look_at():
-                try:
-                    self._requested(self._on(lane, partial(self._look, group)))
-                except Exception as error:
-                    self._failed(error)
-            self._drop_ended()
+            try:  # this thread must outlive whatever it meets: nobody would notice its end in time
+                self._beat(lane)
+            except Exception as error:
+                self._failed(error)
         lane.close()
+
+    def _beat(self, lane: SyncLane) -> None:
+        for group in self._due():
+            sent = time.monotonic()
+            try:
+                self._apply(self._on(lane, partial(self._verb, group)), sent)
+            except Exception as error:
+                self._failed(error)
+        for group in self._to_look_at():
+            try:
+                self._requested(self._on(lane, partial(self._look, group)))
+            except Exception as error:
+                self._failed(error)
+        self._drop_ended()
 
     def _on(self, lane: SyncLane, verb: Callable[[Connection], T]) -> T:
         watchdog = threading.Timer(self._deadline, lane.expire)
@@ -163,23 +171,29 @@ class LeaseKeeper:
         lane: Lane = lane_on(engine, "leases")
         with suppress(Exception):
             await lane.run(connect_only, deadline=self._deadline)  # as above
+        stopping = asyncio.ensure_future(self._stopping.wait())
         while not self._stopped:
-            await asyncio.sleep(min(self._pause(), 1.0))
-            for group in self._due():
-                sent = time.monotonic()
-                try:
-                    prolonged = await lane.run(partial(self._verb, group), deadline=self._deadline)
-                except Exception as error:
-                    self._failed(error)
-                else:
-                    self._apply(prolonged, sent)
-            for group in self._to_look_at():
-                try:
-                    self._requested(await lane.run(partial(self._look, group), deadline=self._deadline))
-                except Exception as error:
-                    self._failed(error)
-            self._drop_ended()
+            await asyncio.wait({stopping}, timeout=min(self._pause(), 1.0))
+            try:  # as above
+                await self._beat_in_loop(lane)
+            except Exception as error:
+                self._failed(error)
+        stopping.cancel()
         await lane.close()
+
+    async def _beat_in_loop(self, lane: Lane) -> None:
+        for group in self._due():
+            sent = time.monotonic()
+            try:
+                self._apply(await lane.run(partial(self._verb, group), deadline=self._deadline), sent)
+            except Exception as error:
+                self._failed(error)
+        for group in self._to_look_at():
+            try:
+                self._requested(await lane.run(partial(self._look, group), deadline=self._deadline))
+            except Exception as error:
+                self._failed(error)
+        self._drop_ended()
 
     # -- both
 

@@ -299,11 +299,19 @@ LINES: tuple[Mutant, ...] = (
            '            self._lost(ended, "could not be prolonged in time")',
            _postgres("worker_faults", "a_lease_lost_in_an_outage_is_rescued_with_its_attempt_and_never_given_back")),
     Mutant("the lease thread dies of what it meets", 6, _W + "leases.py",
-           "                    self._apply(self._on(lane, partial(self._verb, group)), sent)\n"
-           "                except Exception as error:",
-           "                    self._apply(self._on(lane, partial(self._verb, group)), sent)\n"
-           "                except ZeroDivisionError as error:",
-           _postgres("guarantees", "b22_the_lease_thread_outlives_what_it_meets")),
+           "                self._beat(lane)\n"
+           "            except Exception as error:",
+           "                self._beat(lane)\n"
+           "            except ZeroDivisionError as error:",
+           _postgres("field_cases", "b22_a_side_loop_that_meets_an_error_comes_back_and_jobs_go_on")),
+    Mutant("only the lease lane sees a lease end", 3, _W + "leases.py",
+           "            await asyncio.sleep(self._until_an_end())\n            self._drop_ended()",
+           "            await asyncio.sleep(self._until_an_end())",
+           _postgres("lease_end", "an_attempt_ends_with_its_lease_although_the_lease_lane_waits_for_an_answer")),
+    Mutant("ends of leases are looked for every quarter of one", 3, _W + "leases.py",
+           "return longest if end is None else min(max(end - time.monotonic(), _CLOCK_TICK), longest)",
+           "return longest",
+           _postgres("lease_end", "an_attempt_ends_with_its_lease_although_the_lease_lane_waits_for_an_answer")),
     Mutant("a prolongation is not written into the book", 2, _W + "leases.py",
            "            self._book.prolonged(prolonged.kept, sent=sent)\n",
            "",

@@ -1,23 +1,26 @@
-"""Real workers and a world that breaks: nothing is lost, no effect is there twice, nothing leaks.
+"""What may happen to a worker's connections, its server and its process: nothing is lost, nothing is twice.
 
-Jobs write one entry each through ctx.session. After every fault each has exactly one, within 30 seconds,
-under a lease of 10 seconds or less; server sessions and descriptors of the worker are as many as before.
+Real processes, a server of this file's own, and a ledger that every job enters exactly once.
 """
 
-import os
+import asyncio
 import random
-import signal
-from collections.abc import Iterator
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import shop
+from ledger import Ledger
 from processes import TESTS, WorkerProcess, worker_process
-from proxy import Proxy
+from proxy import Mode, Proxy
 from shop import Base
-from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy import URL, Engine, create_engine, make_url
 from sqlalchemy.orm import Session
 from workers import execute, rows, until, until_row
 
@@ -26,240 +29,353 @@ from sqla_jobs.tasks import enqueue
 
 pytestmark = pytest.mark.system
 
-JOBS = 40
-QUICK = ("--lease", "4s", "-q", "ledger", "-c", "4", "--poll-interval", "500ms", "--drain-timeout", "10s")
-APP = "a_worker_under_test"
-SESSIONS = f"SELECT pid FROM pg_stat_activity WHERE application_name LIKE '{APP}%'"
+NAME = "faulty"  # of the worker's connections
+LEASE = ("--lease", "8s", "-q", "files", "-c", "4", "--poll-interval", "1s")
+_numbers = count(1)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedPostgres]:
-    """A server that a proxy can reach, and whose settings may be changed."""
-    with EmbeddedPostgres(durable=False, port=0) as running:
+def own_server() -> Iterator[EmbeddedPostgres]:
+    """Durable, for it is killed; on TCP too, for the proxy."""
+    with EmbeddedPostgres(durable=True, port=0) as running:
         yield running
 
 
 @pytest.fixture
-def engine(server: EmbeddedPostgres) -> Iterator[Engine]:
-    engine = create_engine(make_url(server.tcp_url()).set(drivername="postgresql+psycopg"))
+def database(own_server: EmbeddedPostgres) -> Iterator[str]:
+    """The name of a database with the shop's tables."""
+    name = f"faults_{next(_numbers)}"
+    url = make_url(own_server.create_database(name)).set(drivername="postgresql+psycopg")
+    engine = create_engine(url, pool_pre_ping=True)
     Base.metadata.create_all(engine)
+    engine.dispose()
+    yield name
+    own_server.drop_database(name)
+
+
+@pytest.fixture
+def observer(own_server: EmbeddedPostgres, database: str) -> Iterator[Engine]:
+    """The test's own way to the database, which no fault touches but the server's end."""
+    url = make_url(own_server.url(database)).set(drivername="postgresql+psycopg")
+    engine = create_engine(url, pool_pre_ping=True)
     yield engine
-    Base.metadata.drop_all(engine)
     engine.dispose()
 
 
 @pytest.fixture
-def proxy(server: EmbeddedPostgres) -> Iterator[Proxy]:
-    with Proxy(server.tcp_url()) as proxy:
-        yield proxy
+def ledger(observer: Engine, tmp_path: Path) -> Ledger:
+    return Ledger(observer, tmp_path / "trace")
 
 
-def named(url: str, name: str = APP, **query: str) -> str:
-    """The URL of a worker that can be told from others."""
-    made = make_url(url).update_query_dict({"application_name": name} | query)
-    return made.set(drivername="postgresql").render_as_string(hide_password=False)
+def sessions(engine: Engine) -> int:
+    """How many the workers have on the server."""
+    [(found,)] = rows(engine, "SELECT count(*) FROM pg_stat_activity WHERE application_name = :n", n=NAME)
+    return int(found)
 
 
-def put(engine: Engine, *, count: int = JOBS, seconds: float = 0.1) -> None:
-    """Half of them for threads, half for the loop."""
-    with Session(engine) as session, session.begin():
-        for number in range(count):
-            enqueue(session, (shop.charge, shop.charge_async)[number % 2], number, seconds)
+def named(url: str | URL) -> str:
+    """The URL of a worker whose sessions can be told from others."""
+    target = make_url(url).update_query_dict({"application_name": NAME})
+    return target.set(drivername="postgresql").render_as_string(hide_password=False)
 
 
-async def some_done(engine: Engine, count: int = 5) -> None:
-    await until_row(engine, "SELECT 1 FROM ledger HAVING count(*) >= :count", count=count)
+@dataclass
+class Scene:
+    """A worker that runs jobs of both forms, about half of which hold their session."""
+
+    server: EmbeddedPostgres
+    engine: Engine
+    ledger: Ledger
+    worker: WorkerProcess
+    proxy: Proxy | None = None
+    before: tuple[int, int] = field(default=(0, 0))
+
+    async def exercise(self) -> None:
+        """As many sessions of either kind at once as there can be: the pools are full of connections."""
+        for _ in range(2):
+            self.ledger.open(8, seconds=0.2, hold=True)
+            await self.ledger.closed()
+
+    def measured(self) -> tuple[int, int]:
+        """Sessions on the server, and descriptors of the process."""
+        return sessions(self.engine), self.worker.descriptors()
+
+    async def back_to_the_start(self) -> None:
+        """Within two, or this waits until its deadline."""
+
+        def is_back() -> bool:
+            now = self.measured()
+            return all(abs(one - other) <= 2 for one, other in zip(now, self.before, strict=True))
+
+        await until(is_back)
 
 
-async def all_done(engine: Engine, *, count: int = JOBS) -> None:
-    """Every job is done, and its entry is there once."""
-    try:
-        await until_row(
-            engine,
-            "SELECT 1 FROM background_jobs_archive HAVING count(*) = :count",
-            patience=30,
-            count=count,
-        )
-    except TimeoutError:
-        left = rows(
-            engine, "SELECT id, status, attempts, run_at - now(), locked_until - now() FROM background_jobs"
-        )
-        raise AssertionError(f"left: {left}") from None
-    assert rows(engine, "SELECT number FROM ledger ORDER BY number") == [(number,) for number in range(count)]
-    assert rows(engine, "SELECT count(*) FROM background_jobs") == [(0,)]
+@asynccontextmanager
+async def scene(
+    server: EmbeddedPostgres,
+    engine: Engine,
+    ledger: Ledger,
+    url: str,
+    log: Path,
+    *,
+    proxy: Proxy | None = None,
+) -> AsyncIterator[Scene]:
+    """A worker in the middle of its work; after the block it must be as good as before it."""
+    with worker_process(url, log, *LEASE) as worker:
+        await until(lambda: "listen.connected" in worker.text())
+        it = Scene(server, engine, ledger, worker, proxy)
+        await it.exercise()
+        it.before = it.measured()
+        ledger.open(48, seconds=0.2)
+        begun = ledger.starts()
+        await until(lambda: ledger.starts() > begun + 6)
+        yield it
+        healed = time.monotonic()
+        await ledger.closed()
+        took = time.monotonic() - healed
+        await it.exercise()
+        await it.back_to_the_start()
+        code = worker.stop()
+
+    assert took < 30
+    assert code == 0
+    ledger.check()
+    said = worker.text()
+    assert "loop.crashed" not in said
+    assert "Traceback" not in said
+    await until(lambda: sessions(engine) == 0)
 
 
-class Size:
-    """How many sessions of the server and descriptors a worker holds."""
+# -- faults
 
-    def __init__(self, engine: Engine, worker: WorkerProcess) -> None:
-        self.engine = engine
-        self.worker = worker
-        self.before = self.now()
-
-    def now(self) -> tuple[int, int]:
-        sessions = len(rows(self.engine, SESSIONS))
-        return sessions, len(list(Path(f"/proc/{self.worker.pid}/fd").iterdir()))
-
-    async def is_as_before(self) -> None:
-        """Until both are what they were, give or take two.
-
-        With more jobs meanwhile: a pool finds out about a dead connection when it gives it out.
-        """
-        for _ in range(10):
-            if all(a <= b + 2 for a, b in zip(self.now(), self.before, strict=True)):
-                return
-            await more_done(self.engine)
-        raise AssertionError(f"sessions, descriptors: before {self.before}, now {self.now()}")
+Fault = Callable[[Scene], Awaitable[None]]
+TERMINATE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = :name"
 
 
-async def more_done(engine: Engine, count: int = 8) -> None:
-    """Run a few jobs."""
-    execute(engine, "TRUNCATE ledger, background_jobs_archive")
-    put(engine, count=count, seconds=0.2)
-    await all_done(engine, count=count)
+async def backends_terminated_once(it: Scene) -> None:
+    await asyncio.to_thread(rows, it.engine, TERMINATE, name=NAME)
 
 
-async def warm(engine: Engine, worker: WorkerProcess) -> Size:
-    """Run a few jobs, so that every pool has what it will have."""
-    await more_done(engine)
-    execute(engine, "TRUNCATE ledger, background_jobs_archive")
-    return Size(engine, worker)
+async def backends_terminated_in_a_loop(it: Scene) -> None:
+    ends = time.monotonic() + 2
+    while time.monotonic() < ends:
+        await asyncio.to_thread(rows, it.engine, TERMINATE, name=NAME)
+        await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("mode", ["reset", "blackhole", pytest.param("deaf", marks=pytest.mark.full), "slow"])
-async def test_a_network_that_breaks_for_a_while_loses_nothing(
-    engine: Engine, proxy: Proxy, tmp_path: Path, mode: Any
+def server_restarted(mode: Any) -> Fault:
+    async def fault(it: Scene) -> None:
+        it.engine.dispose()
+        await asyncio.to_thread(it.server.halt, mode)
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(it.server.resume)
+
+    return fault
+
+
+def network(mode: Mode, seconds: float) -> Fault:
+    async def fault(it: Scene) -> None:
+        assert it.proxy is not None
+        it.proxy.become(mode)
+        await asyncio.sleep(seconds)
+        if mode in ("blackhole", "deaf"):
+            # a TCP stream cannot go on after a hole; the kernel would have ended it by now or soon
+            # (keepalives, tcp_user_timeout), but it thinks that the proxy is alive
+            it.proxy.become("reset")
+        it.proxy.become("pass")
+
+    return fault
+
+
+async def read_only_for_a_while(it: Scene) -> None:
+    """The server of the worker's sessions writes no more, and says nothing about it."""
+    [(name,)] = rows(it.engine, "SELECT current_database()")
+    it.server.psql(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    rows(it.engine, TERMINATE, name=NAME)  # as at a failover: new sessions meet the standby
+    await asyncio.sleep(3)
+    it.server.psql(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+
+
+async def read_only_without_a_word(it: Scene) -> None:
+    it.server.psql("ALTER SYSTEM SET default_transaction_read_only = on")
+    it.server.psql("SELECT pg_reload_conf()")
+    await asyncio.sleep(3)
+    it.server.psql(
+        "SET default_transaction_read_only = off; ALTER SYSTEM RESET default_transaction_read_only"
+    )
+    it.server.psql("SELECT pg_reload_conf()")
+
+
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(backends_terminated_once, id="terminated once", marks=full),
+        pytest.param(backends_terminated_in_a_loop, id="terminated in a loop"),
+        pytest.param(server_restarted("fast"), id="restart, fast", marks=full),
+        pytest.param(server_restarted("immediate"), id="restart, immediate", marks=full),
+        pytest.param(server_restarted("kill"), id="restart, killed", marks=full),
+        pytest.param(read_only_for_a_while, id="B65: a standby", marks=full),
+        pytest.param(read_only_without_a_word, id="B65: read only", marks=full),
+    ],
+)
+async def test_a_fault_of_the_server_loses_nothing_runs_nothing_twice_and_leaves_nothing_behind(
+    own_server: EmbeddedPostgres,
+    observer: Engine,
+    database: str,
+    ledger: Ledger,
+    tmp_path: Path,
+    fault: Fault,
 ) -> None:
-    url = named(proxy.url.render_as_string(hide_password=False))
-    with worker_process(url, tmp_path / "log", *QUICK) as worker:
-        size = await warm(engine, worker)
-        put(engine)
-        await some_done(engine)
+    url = named(own_server.url(database))
 
-        proxy.become(mode)
-        if mode == "slow":
-            await some_done(engine, 10)
-        elif mode == "reset":
-            await until(lambda: "database.error" in worker.text())
-        else:
-            # until it has given up what it held: what was swallowed will never be answered
-            await until(lambda: "lease.lost" in worker.text())
-        proxy.become("pass")
-
-        await all_done(engine)
-        await size.is_as_before()
-        assert worker.stop() == 0
+    async with scene(own_server, observer, ledger, url, tmp_path / "log") as it:
+        await fault(it)
 
 
-@pytest.mark.parametrize("times", [1, 15])
-async def test_ending_every_session_of_a_worker_loses_nothing(
-    engine: Engine, server: EmbeddedPostgres, tmp_path: Path, times: int
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(network("reset", 2), id="reset", marks=full),
+        pytest.param(network("blackhole", 4), id="black hole", marks=full),
+        pytest.param(network("blackhole", 12), id="black hole, longer than the lease", marks=full),
+        pytest.param(network("deaf", 4), id="deaf", marks=full),
+        pytest.param(network("slow", 5), id="slow", marks=full),
+    ],
+)
+async def test_a_fault_of_the_network_loses_nothing_runs_nothing_twice_and_leaves_nothing_behind(
+    own_server: EmbeddedPostgres,
+    observer: Engine,
+    database: str,
+    ledger: Ledger,
+    tmp_path: Path,
+    fault: Fault,
 ) -> None:
-    with worker_process(named(server.tcp_url()), tmp_path / "log", *QUICK) as worker:
-        size = await warm(engine, worker)
-        put(engine)
-        await some_done(engine)
+    with Proxy(own_server.tcp_url(database)) as proxy:
+        url = named(proxy.url)
 
-        for _ in range(times):
-            execute(engine, f"SELECT pg_terminate_backend(pid) FROM ({SESSIONS}) AS its")
-            await until(lambda: len(rows(engine, SESSIONS)) >= 2)
-
-        await all_done(engine)
-        await size.is_as_before()
-        assert worker.stop() == 0
+        async with scene(own_server, observer, ledger, url, tmp_path / "log", proxy=proxy) as it:
+            await fault(it)
 
 
-async def test_b55_short_timeouts_of_its_role_do_not_stop_a_worker(
-    engine: Engine, server: EmbeddedPostgres, tmp_path: Path
+# -- limits that an administrator sets
+
+
+async def test_b55_the_time_limits_of_a_role_end_a_handlers_own_statement_and_nothing_else(
+    own_server: EmbeddedPostgres, observer: Engine, database: str, ledger: Ledger, tmp_path: Path
 ) -> None:
-    """Jobs of a second under a statement_timeout of 300 ms: none of ours holds a transaction meanwhile."""
-    options = "-c statement_timeout=300ms -c lock_timeout=200ms -c idle_in_transaction_session_timeout=500ms"
-    with worker_process(named(server.tcp_url(), options=options), tmp_path / "log", *QUICK) as worker:
-        put(engine, count=12, seconds=1.0)
+    own_server.psql(
+        "DROP ROLE IF EXISTS hasty; CREATE ROLE hasty LOGIN; "
+        "ALTER ROLE hasty SET statement_timeout = '300ms'; "
+        "ALTER ROLE hasty SET lock_timeout = '200ms'; "
+        "ALTER ROLE hasty SET idle_in_transaction_session_timeout = '500ms'"
+    )
+    for kind in ("TABLES", "SEQUENCES"):
+        own_server.psql(f"GRANT ALL ON ALL {kind} IN SCHEMA public TO hasty", database)
+    url = named(make_url(own_server.tcp_url(database)).set(username="hasty"))
+    with Session(observer) as session, session.begin():
+        slow = enqueue(session, shop.query_for, 1.0)
+    oldest: list[float] = []
+    age = (
+        "SELECT coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0)::float8 "
+        "FROM pg_stat_activity WHERE application_name = :name AND state = 'idle in transaction'"
+    )
 
-        await all_done(engine, count=12)
-        assert worker.stop() == 0
+    with worker_process(url, tmp_path / "log", *LEASE) as worker:
+        await until_row(observer, "SELECT 1 FROM background_jobs WHERE status = 'failed'")
+        ledger.open(8, seconds=1.2, hold=False)
+        while not rows(observer, "SELECT 1 FROM background_jobs_archive HAVING count(*) = 8"):
+            oldest.append((await asyncio.to_thread(rows, observer, age, name=NAME))[0][0])
+            assert worker.process.poll() is None
+            await asyncio.sleep(0.02)
+        code = worker.stop()
 
-    assert "25P03" not in worker.text()
-    assert rows(engine, "SELECT DISTINCT attempt FROM ledger") == [(1,)]
+    assert code == 0
+    [(failed, error)] = rows(observer, "SELECT id, last_error FROM background_jobs")
+    execute(observer, "DELETE FROM background_jobs")
+    assert failed == slow.id
+    assert "statement timeout" in error
+    ledger.check()
+    assert rows(observer, "SELECT max(attempts) FROM background_jobs_archive") == [(1,)]
+    assert max(oldest) < 0.3
+    said = worker.text()
+    assert [word for word in ("database.error", "lease.lost", "idle-in-transaction") if word in said] == []
 
 
-async def test_b65_a_server_that_is_read_only_for_a_while_loses_nothing(
-    engine: Engine, server: EmbeddedPostgres, tmp_path: Path
+async def test_b56_handlers_that_hold_all_sessions_of_a_small_pool_lose_no_lease(
+    own_server: EmbeddedPostgres, observer: Engine, database: str, ledger: Ledger, tmp_path: Path
 ) -> None:
-    with worker_process(named(server.tcp_url()), tmp_path / "log", *QUICK) as worker:
-        size = await warm(engine, worker)
-        put(engine)
-        await some_done(engine)
-
-        _alter(engine, "on")
-        await until(lambda: "database.error" in worker.text())
-        _alter(engine, "off")
-
-        await all_done(engine)
-        await size.is_as_before()
-        assert worker.stop() == 0
-
-
-def _alter(engine: Engine, value: str) -> None:
-    """For everybody, at once, as after a failover."""
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.exec_driver_sql("SET default_transaction_read_only = off")
-        connection.exec_driver_sql(f"ALTER SYSTEM SET default_transaction_read_only = {value}")
-        connection.exec_driver_sql("SELECT pg_reload_conf()")
-        connection.exec_driver_sql("RESET default_transaction_read_only")
-    engine.dispose()
-
-
-@pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 8)]])
-async def test_workers_killed_at_random_moments_lose_nothing(
-    engine: Engine, server: EmbeddedPostgres, tmp_path: Path, seed: int
-) -> None:
-    chance = random.Random(seed)
-    put(engine, seconds=0.2)
-    with ExitStack() as stack:
-
-        def start(number: int) -> WorkerProcess:
-            url = named(server.tcp_url())
-            return stack.enter_context(worker_process(url, tmp_path / f"log{number}", *QUICK))
-
-        workers = [start(0), start(1)]
-        for number in range(2, 5):
-            await some_done(engine, chance.randrange(2, 30))
-            os.kill(workers.pop(0).pid, signal.SIGKILL)
-            workers.append(start(number))
-
-        await all_done(engine)
-        assert [worker.stop() for worker in workers] == [0, 0]
-        text = "".join((tmp_path / f"log{number}").read_text() for number in range(5))
-
-    assert "job.failed" not in text
-
-
-async def test_b56_a_pool_of_two_for_ten_handlers_loses_no_lease(
-    engine: Engine, server: EmbeddedPostgres, tmp_path: Path
-) -> None:
+    """Ten at once on two connections of either kind, so that the last wait for longer than a lease."""
+    url = make_url(named(own_server.url(database))).set(drivername="postgresql+psycopg")
     (tmp_path / "small.py").write_text(
-        "import os, sys\n"
-        f"sys.path.append({str(TESTS)!r})\n"
+        "import sys\n"
+        f"sys.path.insert(0, {str(TESTS)!r})\n"
         "from sqlalchemy import create_engine\n"
         "from sqlalchemy.ext.asyncio import create_async_engine\n"
         "from shop import jobs\n"
-        "url = os.environ['DATABASE_URL'].replace('postgresql:', 'postgresql+psycopg:')\n"
-        "small = {'pool_size': 2, 'max_overflow': 0, 'pool_timeout': 5}\n"
-        "jobs.engine = create_engine(url, **small)\n"
-        "jobs.async_engine = create_async_engine(url, **small)\n"
+        "pool = dict(pool_size=2, max_overflow=0, pool_timeout=5)\n"
+        f"url = {url.render_as_string(hide_password=False)!r}\n"
+        "jobs.engine, jobs.async_engine = create_engine(url, **pool), create_async_engine(url, **pool)\n",
+        encoding="utf-8",
     )
-    options = ("--lease", "2s", "-q", "ledger", "-c", "10", "--poll-interval", "500ms")
-    with worker_process(
-        named(server.tcp_url()), tmp_path / "log", *options, app="small:jobs", folder=tmp_path
-    ) as worker:
-        await until(lambda: "worker.started" in worker.text())
-        put(engine, count=30, seconds=0.3)
+    ledger.open(16, seconds=1.0, hold=True)
+    most = 0
 
-        await all_done(engine, count=30)
-        assert worker.stop() == 0
+    options = ("--lease", "4s", "-q", "files", "-c", "10", "--poll-interval", "1s")
+    with worker_process("", tmp_path / "log", *options, app="small:jobs", folder=tmp_path) as worker:
+        while not rows(observer, "SELECT 1 FROM background_jobs_archive HAVING count(*) = 16"):
+            most = max(most, await asyncio.to_thread(sessions, observer))
+            assert worker.process.poll() is None
+            await asyncio.sleep(0.05)
+        code = worker.stop()
 
-    assert "pool.small" in worker.text()
-    assert "lease.lost" not in worker.text()
+    assert code == 0
+    said = worker.text()
+    assert "(engine in code)" in said
+    assert [word for word in ("lease.lost", "job.rescued", "database.error") if word in said] == []
+    ledger.check()
+    assert most <= 2 + 2 + 4  # the pools, and claims, settles, leases, LISTEN beside them
+
+
+# -- workers that die
+
+
+@full
+@pytest.mark.parametrize("rounds", [3, 8])
+async def test_of_two_workers_one_after_the_other_is_killed_at_any_moment(
+    own_server: EmbeddedPostgres,
+    observer: Engine,
+    database: str,
+    ledger: Ledger,
+    tmp_path: Path,
+    rounds: int,
+) -> None:
+    url = named(own_server.url(database))
+    options = ("--lease", "2s", "-q", "files", "-c", "4", "--poll-interval", "500ms")
+    ledger.open(40 * rounds, seconds=0.1)
+    numbers = count(1)
+    with ExitStack() as living:
+
+        def another() -> WorkerProcess:
+            return living.enter_context(worker_process(url, tmp_path / f"log{next(numbers)}", *options))
+
+        workers = [another(), another()]
+        killed: list[int] = []
+        for _ in range(rounds):
+            victim = workers.pop(0)
+            await until(lambda victim=victim: f" {victim.pid} " in ledger.trace.read_text())  # type: ignore[misc]
+            threading.Event().wait(random.random())  # any moment
+            victim.kill()
+            killed.append(victim.pid)
+            workers.append(another())
+        last = time.monotonic()
+        await ledger.closed()
+        took = time.monotonic() - last
+        codes = [worker.stop() for worker in workers]
+
+    assert took < 30
+    assert codes == [0, 0]
+    ledger.check(killed=killed)
+    await until(lambda: sessions(observer) == 0)
