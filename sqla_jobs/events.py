@@ -39,6 +39,8 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "listen.unavailable": ("reason",),
     "pooler.detected": ("advice",),
     "database.error": ("operation", "error", "retry_in"),
+    "claim.refused": ("job", "queue", "error", "retry_in"),
+    "purge.refused": ("jobs", "error"),
     "archive.refused": ("job", "queue", "kind", "error"),
     "result.refused": ("job", "queue", "kind", "error"),
     "outcome.refused": ("job", "queue", "kind", "error"),

@@ -4,16 +4,19 @@ Claims at most what is asked for, under every plan: the ids are locked in an arr
 PostgreSQL evaluates once. Does not decide how much or when (core.dispatch), nor run anything.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum, auto
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     Boolean,
     Connection,
     Double,
     Executable,
+    Select,
     Table,
     Text,
     Update,
@@ -36,6 +39,7 @@ from sqlalchemy import (
 from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.models import Tables
+from sqla_jobs.store.halves import by_halves
 from sqla_jobs.store.parts import (
     CLOCK,
     IDS,
@@ -49,9 +53,20 @@ from sqla_jobs.store.parts import (
     status,
 )
 
-__all__ = ["ClaimedJob", "claim", "next_due_in", "release_unknown"]
+__all__ = ["Apart", "ClaimedJob", "claim", "claim_apart", "next_due_in", "release_unknown"]
 
 READY, RUNNING = status(JobStatus.READY), status(JobStatus.RUNNING)
+
+#: A look for what the database refuses: if that is all of it, some 200 statements of the claim lane.
+_LOOK = 100
+
+
+class Which(Enum):
+    """Of which rows a claim chooses; two are for what the database refuses."""
+
+    ANY = auto()
+    BESIDE = auto()  # not these ids
+    AMONG = auto()  # these ids only
 
 
 class ClaimedJob(NamedTuple):
@@ -70,16 +85,9 @@ class ClaimedJob(NamedTuple):
     due: float  # run_at, epoch seconds
 
 
-@cache
-def claim_statement(jobs: Table) -> Update:
-    """Due, ready, unkeyed rows in the order of the claim index.
-
-    Why not `UPDATE .. FROM (sub-select)`: a nested loop may run the locking sub-select again for every
-    row and pass the limit (field case B30). FOR NO KEY UPDATE: a user's foreign key to jobs takes KEY
-    SHARE, which FOR UPDATE would skip.
-    """
+def _eligible(jobs: Table) -> Any:
     c = jobs.c
-    eligible = and_(
+    return and_(
         c.queue == QUEUE,
         c.status == READY,
         c.ordering_key.is_(None),
@@ -89,13 +97,18 @@ def claim_statement(jobs: Table) -> Update:
         # an expired row that was never claimed is not started; store.rescue cancels it
         or_(c.expires_at.is_(None), c.expires_at > STATEMENT_TIME, c.fencing_token > literal_column("0")),
     )
-    chosen = (
-        select(c.id)
-        .where(eligible)
-        .order_by(c.priority.desc(), c.run_at, c.id)
-        .limit(LIMIT)
-        .with_for_update(skip_locked=True, key_share=True)
-    )
+
+
+@cache
+def claim_statement(jobs: Table, which: Which = Which.ANY) -> Update:
+    """Due, ready, unkeyed rows in the order of the claim index.
+
+    Why not `UPDATE .. FROM (sub-select)`: a nested loop may run the locking sub-select again for every
+    row and pass the limit (field case B30). FOR NO KEY UPDATE: a user's foreign key to jobs takes KEY
+    SHARE, which FOR UPDATE would skip.
+    """
+    c = jobs.c
+    chosen = _best(jobs, which).with_for_update(skip_locked=True, key_share=True)
     return (
         update(jobs)
         .where(c.queue == QUEUE, c.status == READY, c.id == any_(func.array(chosen.scalar_subquery())))
@@ -123,6 +136,16 @@ def claim_statement(jobs: Table) -> Update:
     )
 
 
+def _best(jobs: Table, which: Which) -> Select[int]:
+    c = jobs.c
+    best = select(c.id).where(_eligible(jobs)).order_by(c.priority.desc(), c.run_at, c.id).limit(LIMIT)
+    if which is Which.BESIDE:
+        best = best.where(c.id != func.all(IDS))
+    if which is Which.AMONG:
+        best = best.where(c.id == func.any(IDS))
+    return best
+
+
 def claim(
     connection: Connection,
     tables: Tables,
@@ -132,11 +155,62 @@ def claim(
     limit: int,
     lease: timedelta,
     prefetch: bool = False,
+    beside: Sequence[int] = (),
 ) -> list[ClaimedJob]:
-    """Claim at most `limit` due jobs of `queue` for `owner`; best first."""
+    """Claim at most `limit` due jobs of `queue`, but none `beside`, for `owner`; best first."""
+    given: dict[str, object] = {"limit": limit, "prefetch": prefetch}
+    if not beside:  # the hot path: not one condition more
+        return _claim(connection, tables, Which.ANY, queue, owner, lease, given)
+    return _claim(connection, tables, Which.BESIDE, queue, owner, lease, given | {"ids": list(beside)})
+
+
+@dataclass(slots=True)
+class Apart:
+    """What was claimed, best first, and the ids that the database let nobody claim, with its reason."""
+
+    jobs: list[ClaimedJob] = field(default_factory=list)
+    refused: list[tuple[int, str]] = field(default_factory=list)
+
+
+def claim_apart(
+    connection: Connection,
+    tables: Tables,
+    *,
+    queue: str,
+    owner: str,
+    limit: int,
+    lease: timedelta,
+    prefetch: bool = False,
+    beside: Sequence[int] = (),
+) -> Apart:
+    """As `claim`, once it has failed by a row's fault: finds the row, and claims the others; for AUTOCOMMIT.
+
+    Looks at 100 rows at most. When it raises, jobs may be claimed that nobody was told of: `release_unknown`.
+    """
+    given = {"q": queue, "limit": min(limit, _LOOK), "prefetch": prefetch, "ids": list(beside)}
+    candidates = connection.scalars(_best(tables.jobs, Which.BESIDE), given).all()
+    if not candidates:
+        return Apart()
+
+    def write(part: Sequence[int]) -> list[ClaimedJob]:
+        these = {"limit": len(part), "prefetch": prefetch, "ids": list(part)}
+        return _claim(connection, tables, Which.AMONG, queue, owner, lease, these)
+
+    claimed, refused = by_halves(write, candidates)
+    return Apart(sorted((job for _, jobs in claimed for job in jobs), key=_claim_order), refused)
+
+
+def _claim(
+    connection: Connection,
+    tables: Tables,
+    which: Which,
+    queue: str,
+    owner: str,
+    lease: timedelta,
+    given: dict[str, object],
+) -> list[ClaimedJob]:
     rows = connection.execute(
-        claim_statement(tables.jobs),
-        {"q": queue, "owner": owner, "limit": limit, "lease": lease, "prefetch": prefetch},
+        claim_statement(tables.jobs, which), {"q": queue, "owner": owner, "lease": lease, **given}
     ).all()
     claimed = [ClaimedJob(Lease(queue, row[0], row[1], owner), *row[2:]) for row in rows]
     # RETURNING promises no order

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Executable, Table, Update, func, select, upda
 from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.models import Tables
+from sqla_jobs.store.halves import by_halves
 from sqla_jobs.store.parts import CLOCK, IDS, LEASE, OWNER, QUEUE, leases_given, status
 
 __all__ = ["Prolonged", "cancel_requested", "prolong"]
@@ -23,12 +24,13 @@ RUNNING = status(JobStatus.RUNNING)
 
 @dataclass(slots=True)
 class Prolonged:
-    """Kept and prolonged; of these, cancel requested; held by somebody for now; lost."""
+    """Kept and prolonged; of these, cancel requested; held by somebody for now; lost; refused, and why."""
 
     kept: list[Lease] = field(default_factory=list)
     cancel_requested: list[Lease] = field(default_factory=list)
     busy: list[Lease] = field(default_factory=list)
     lost: list[Lease] = field(default_factory=list)
+    refused: list[tuple[Lease, str]] = field(default_factory=list)
 
 
 @cache
@@ -70,22 +72,24 @@ def ours_statement(jobs: Table) -> Executable:
 def prolong(
     connection: Connection, tables: Tables, leases: Sequence[Lease], *, lease: timedelta
 ) -> Prolonged:
-    """Prolong leases of one queue and one owner."""
+    """Prolong leases of one queue and one owner; for AUTOCOMMIT. What is refused costs its own lease only."""
     first = leases[0]
-    rows = connection.execute(
-        prolong_statement(tables.jobs),
-        {
+
+    def write(part: Sequence[Lease]) -> dict[int, bool]:
+        given = {
             "q": first.queue,
             "owner": first.owner,
             "lease": lease,
-            "ids": [each.id for each in leases],
-            "tokens": [each.token for each in leases],
-        },
-    ).all()
-    cancel_requested = {row[0]: row[1] for row in rows}
-    prolonged = Prolonged()
+            "ids": [each.id for each in part],
+            "tokens": [each.token for each in part],
+        }
+        return {row[0]: row[1] for row in connection.execute(prolong_statement(tables.jobs), given)}
+
+    written, refused = by_halves(write, leases)
+    cancel_requested = {id_: requested for _, ids in written for id_, requested in ids.items()}
+    prolonged = Prolonged(refused=refused)
     missing: list[Lease] = []
-    for each in leases:
+    for each in (each for part, _ in written for each in part):
         if each.id not in cancel_requested:
             missing.append(each)
             continue

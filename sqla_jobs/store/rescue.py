@@ -31,6 +31,7 @@ from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.models import Tables
 from sqla_jobs.store.door import brief, is_rows_fault
+from sqla_jobs.store.halves import by_halves
 from sqla_jobs.store.parts import CLOCK, IDS, LIMIT, QUEUE, STATEMENT_TIME, archived, status
 
 __all__ = ["Expired", "ExpiredLease", "Refused", "cancel_expired", "expired_leases"]
@@ -189,20 +190,17 @@ def _cancel_late(
     retention: Retention,
     expired: Expired,
 ) -> None:
-    """All in one statement; if one row is refused, by halves until it is alone."""
-    given = {"q": queue, "ids": [id_ for id_, _ in late]}
     keeps = {"keep_done": retention.keeps_done, "keep_cancelled": retention.keeps_cancelled}
-    try:
-        expired.cancelled += connection.scalar(cancel_late_statement(tables), given | keeps) or ()
-    except Exception as error:
-        if not is_rows_fault(error):
-            raise
-        if len(late) == 1:
-            _cancel_in_place(connection, tables, late[0], queue, expired)
-            return
-        half = len(late) // 2
-        _cancel_late(connection, tables, late[:half], queue, retention, expired)
-        _cancel_late(connection, tables, late[half:], queue, retention, expired)
+
+    def cancel(part: Sequence[tuple[int, str]]) -> list[int]:
+        given = {"q": queue, "ids": [id_ for id_, _ in part]}
+        return connection.scalar(cancel_late_statement(tables), given | keeps) or []
+
+    cancelled, refused = by_halves(cancel, late)
+    for _, ids in cancelled:
+        expired.cancelled += ids
+    for each, _ in refused:
+        _cancel_in_place(connection, tables, each, queue, expired)
 
 
 def _cancel_in_place(

@@ -8,7 +8,7 @@ core.lifecycle. Called with a held connection in AUTOCOMMIT, or with a handler's
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from sqlalchemy import (
@@ -41,6 +41,7 @@ from sqla_jobs.core.lifecycle import JobStatus, Verdict
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.models import Tables
 from sqla_jobs.store.door import brief, is_rows_fault
+from sqla_jobs.store.halves import by_halves
 from sqla_jobs.store.parts import (
     CLOCK,
     IDS,
@@ -284,15 +285,17 @@ def settle(
     )
     settled = Settled()
     missing: list[Entry] = []
-    for part, ids, error in _written(connection, statement, entries, retention, simple=simple):
-        if error is not None:
-            _settle_in_place(connection, tables, part[0], error, settled, retention)
-        elif ids is not None and len(ids) == len(part):
+    write = partial(_write, connection, statement, retention, simple)
+    written, refused = by_halves(write, entries)
+    for part, ids in written:
+        if len(ids) == len(part):
             settled.written += part
         else:
-            found = set(ids or ())
+            found = set(ids)
             settled.written += [entry for entry in part if entry[0].id in found]
             missing += [entry for entry in part if entry[0].id not in found]
+    for entry, error in refused:
+        _settle_in_place(connection, tables, entry, error, settled, retention)
     if missing:
         settled.add(_look(connection, tables, missing, queue=queue, answer_lost=answer_lost))
     return settled
@@ -313,10 +316,10 @@ def _settle_in_place(
     Tried for every verdict: a cancel request, known to the database alone, may have made it final.
     """
     statement = mixed_statement(tables, expired=expired, wait=False, in_place=True)
-    for _, ids, refusal in _written(connection, statement, [entry], retention, simple=False):
-        if refusal is not None:
-            settled.refused.append((entry, refusal))
-        elif ids:
+    written, refused = by_halves(partial(_write, connection, statement, retention, False), [entry])
+    settled.refused += refused
+    for _, ids in written:
+        if ids:
             settled.written.append(entry)
             settled.kept.append((entry, error))
         else:
@@ -359,12 +362,12 @@ def settle_expired(
     """
     settled = Settled()
     statement = mixed_statement(tables, expired=True, wait=False)
-    for part, ids, error in _written(connection, statement, entries, retention, simple=False):
-        if error is not None:
-            _settle_in_place(connection, tables, part[0], error, settled, retention, expired=True)
-            continue
-        found = set(ids or ())
+    written, refused = by_halves(partial(_write, connection, statement, retention, False), entries)
+    for part, ids in written:
+        found = set(ids)
         settled.written += [entry for entry in part if entry[0].id in found]
+    for entry, error in refused:
+        _settle_in_place(connection, tables, entry, error, settled, retention, expired=True)
     return settled
 
 
@@ -372,28 +375,15 @@ def _is_simple(verdict: Verdict) -> bool:
     return verdict.status is JobStatus.DONE and verdict.result is None
 
 
-def _written(
+def _write(
     connection: Connection,
     statement: Executable,
-    entries: Sequence[Entry],
     retention: Retention,
-    *,
     simple: bool,
-) -> list[tuple[Sequence[Entry], list[int] | None, str | None]]:
-    """Run the statement; on a data error halve the batch until one row is left with its error."""
-    try:
-        ids = connection.scalar(statement, _parameters(entries, retention, simple=simple))
-    except Exception as error:
-        if not is_rows_fault(error):
-            raise
-        if len(entries) == 1:
-            return [(entries, None, brief(error))]
-        half = len(entries) // 2
-        return [
-            *_written(connection, statement, entries[:half], retention, simple=simple),
-            *_written(connection, statement, entries[half:], retention, simple=simple),
-        ]
-    return [(entries, ids, None)]
+    entries: Sequence[Entry],
+) -> list[int]:
+    """The ids of those that were still whose they were."""
+    return connection.scalar(statement, _parameters(entries, retention, simple=simple)) or []
 
 
 def _parameters(entries: Sequence[Entry], retention: Retention, *, simple: bool) -> dict[str, object]:

@@ -41,6 +41,8 @@ _LEVELS = {
     "listen.lost": logging.WARNING,
     "listen.unavailable": logging.WARNING,
     "database.error": logging.WARNING,
+    "claim.refused": logging.ERROR,
+    "purge.refused": logging.WARNING,
     "archive.refused": logging.WARNING,
     "outcome.refused": logging.ERROR,
     "loop.crashed": logging.ERROR,

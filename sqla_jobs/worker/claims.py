@@ -16,11 +16,12 @@ from sqlalchemy import Connection
 
 from sqla_jobs.core.dispatch import Claim, Dispatcher
 from sqla_jobs.core.leases import Lease
+from sqla_jobs.core.refusals import Refusals
 from sqla_jobs.errors import ConnectionLost
 from sqla_jobs.events import Events
 from sqla_jobs.models import Tables
-from sqla_jobs.store.claim import ClaimedJob, claim, next_due_in, release_unknown
-from sqla_jobs.store.door import Lane, brief
+from sqla_jobs.store.claim import Apart, ClaimedJob, claim, claim_apart, next_due_in, release_unknown
+from sqla_jobs.store.door import Lane, brief, is_rows_fault
 
 __all__ = ["Claims"]
 
@@ -52,6 +53,7 @@ class Claims:
         self._events = events
         self._lock = asyncio.Lock()
         self._orphans: dict[str, list[float]] = {}
+        self._refusals = Refusals()
         self._failures = 0
 
     @property
@@ -66,22 +68,13 @@ class Claims:
 
     async def make(self, step: Claim) -> None:
         """Make one claim and tell the dispatcher what it brought."""
-        verb = partial(
-            claim,
-            tables=self._tables,
-            queue=step.queue,
-            owner=self._owner,
-            limit=step.limit,
-            lease=self._lease,
-            prefetch=step.prefetch,
-        )
         try:
             async with self._lock:
                 await self._release_orphans(step.queue)
                 # before the claim: what becomes due between the two is claimed, what comes later is known
                 due_in = await self._look_ahead(step.queue) if step.look_ahead else None
                 sent = time.monotonic()
-                jobs = await self._lane.run(verb, deadline=self._deadline)
+                jobs = await self._take(step, step.limit)
         except Exception as error:
             self._failed(step, error)
             return
@@ -91,6 +84,42 @@ class Claims:
         if due_in is not None and len(jobs) < step.limit:
             now = time.monotonic()
             self._dispatch.woken(step.queue, now=now, due_in=due_in - (now - sent))
+
+    async def _take(self, step: Claim, limit: int) -> list[ClaimedJob]:
+        """Claim; one row that the database refuses (a user's trigger, say) keeps no other of its queue."""
+        these: dict[str, Any] = {
+            "tables": self._tables,
+            "queue": step.queue,
+            "owner": self._owner,
+            "limit": limit,
+            "lease": self._lease,
+            "prefetch": step.prefetch,
+            "beside": self._refusals.left_alone(step.queue, now=time.monotonic()),
+        }
+        try:
+            return await self._lane.run(partial(claim, **these), deadline=self._deadline)
+        except Exception as error:
+            if not is_rows_fault(error):
+                raise
+        # it is many statements: one that got no answer, or was tried again, leaves what nobody was told of
+        self._orphans[step.queue] = [time.monotonic()]
+        apart: Apart = await self._lane.run(partial(claim_apart, **these), deadline=self._deadline)
+        for id_, text in apart.refused:
+            retry_in = self._refusals.add(step.queue, id_, now=time.monotonic())
+            self._events.emit("claim.refused", job=id_, queue=step.queue, error=text, retry_in=retry_in)
+        return apart.jobs + await self._take_on(step, limit - len(apart.jobs), apart)
+
+    async def _take_on(self, step: Claim, limit: int, apart: Apart) -> list[ClaimedJob]:
+        """Behind what was refused there may be others; what was claimed already is not lost for them."""
+        if not (limit and apart.refused):
+            return []
+        try:
+            return await self._take(step, limit)
+        except Exception as error:
+            if not apart.jobs:
+                raise
+            self._events.emit("database.error", operation="claim", error=brief(error), retry_in=0.0)
+            return []
 
     def _failed(self, step: Claim, error: Exception) -> None:
         """The answer is lost: what it took runs for nobody, and is looked for before the next claim."""
@@ -108,10 +137,15 @@ class Claims:
         if not due or due[0] > time.monotonic():
             return
         known = [each.id for each in self._held() if each.queue == queue]
-        released = await self._lane.run(
-            partial(release_unknown, tables=self._tables, queue=queue, owner=self._owner, known=known),
-            deadline=self._deadline,
-        )
+        verb = partial(release_unknown, tables=self._tables, queue=queue, owner=self._owner, known=known)
+        released = 0
+        try:
+            released = await self._lane.run(verb, deadline=self._deadline)
+        except Exception as error:
+            if not is_rows_fault(error):
+                raise
+            # nobody may give it back: its lease ends, and the rescue finds a way or says which job it is
+            self._events.emit("database.error", operation="release", error=brief(error), retry_in=0.0)
         due.pop(0)
         if not due:
             del self._orphans[queue]

@@ -243,10 +243,13 @@ class LeaseKeeper:
         if lost:
             self._lost(lost, "taken over by somebody else")
         self._requested(prolonged.cancel_requested)
+        for lease, error in prolonged.refused:  # asked again until it ends
+            self._failed(f"job {lease.id}: {error}")
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception | str) -> None:
         again = self._lease.total_seconds() / 30
-        self._events.emit("database.error", operation="prolong", error=brief(error), retry_in=again)
+        text = error if isinstance(error, str) else brief(error)
+        self._events.emit("database.error", operation="prolong", error=text, retry_in=again)
 
 
 def _by_queue(leases: Iterable[Lease]) -> list[list[Lease]]:

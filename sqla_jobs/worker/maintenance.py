@@ -15,10 +15,10 @@ from typing import Any
 from sqlalchemy import Connection
 
 from sqla_jobs.core.leases import Lease
-from sqla_jobs.core.lifecycle import Lost, judge
+from sqla_jobs.core.lifecycle import JobStatus, Lost, judge
 from sqla_jobs.core.retry import Retry
 from sqla_jobs.events import Events
-from sqla_jobs.store.archive import purge
+from sqla_jobs.store.archive import Purged, purge
 from sqla_jobs.store.door import brief
 from sqla_jobs.store.rescue import Expired, ExpiredLease, cancel_expired, expired_leases
 from sqla_jobs.store.settle import Entry, Settled, settle_expired
@@ -27,6 +27,7 @@ from sqla_jobs.tasks import Jobs
 __all__ = ["Maintenance"]
 
 _PURGE_EVERY = 600.0
+_DAY = 86400.0
 _BATCH = 1000
 #: A look at what is left behind. If the database refuses all of it, that is some 300 statements of the claim
 #: lane, which must stay far below a lane's deadline; what is refused is left out of the next look.
@@ -46,6 +47,8 @@ class Maintenance:
         self._every = min(max(lease.total_seconds() / 4, 1.0), 15.0)
         self._on_lane = on_lane
         self._events = events
+        self._kept: dict[JobStatus, list[int]] = {}
+        self._kept_since = time.monotonic()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until `stopping` is set; an error costs one pass."""
@@ -126,8 +129,18 @@ class Maintenance:
             refused += [each.id for each in expired.refused]
 
     async def _purge(self, stopping: asyncio.Event) -> None:
-        verb = partial(purge, tables=self._jobs.tables, retention=self._jobs.retention, limit=_BATCH)
+        """Batch after batch. What cannot be deleted is left alone for a day; every look would find it."""
+        if time.monotonic() - self._kept_since > _DAY:
+            self._kept, self._kept_since = {}, time.monotonic()
+        tables, retention = self._jobs.tables, self._jobs.retention
         while not stopping.is_set():
-            counts = await self._on_lane(verb)
-            if all(count < _BATCH for count in counts.values()):
+            purged: Purged = await self._on_lane(
+                partial(purge, tables=tables, retention=retention, limit=_BATCH, beside=self._kept)
+            )
+            for state, refused in purged.refused.items():
+                self._kept.setdefault(state, []).extend(id_ for id_, _ in refused)
+            told = [each for refused in purged.refused.values() for each in refused]
+            if told:
+                self._events.emit("purge.refused", jobs=[id_ for id_, _ in told], error=told[0][1])
+            elif all(count < _BATCH for count in purged.counts.values()):
                 return

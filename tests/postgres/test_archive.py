@@ -38,7 +38,7 @@ def test_each_kind_of_end_is_kept_for_its_own_time(a: Connection) -> None:
     gone = [finished(a, "done", days=3), finished(a, "cancelled", days=6), finished(a, "failed", days=10)]
     retention = Retention(done=timedelta(days=2), cancelled=timedelta(days=5), failed=timedelta(days=9))
 
-    counts = purge(a, TABLES, retention=retention)
+    counts = purge(a, TABLES, retention=retention).counts
 
     assert counts == {DONE: 1, CANCELLED: 1, FAILED: 1}
     assert set(statuses(a)) == set(kept)
@@ -62,7 +62,7 @@ def test_none_keeps_for_ever(a: Connection) -> None:
     for status in "done", "cancelled", "failed":
         finished(a, status, days=40_000)
 
-    counts = purge(a, TABLES, retention=Retention(done=None, cancelled=None, failed=None))
+    counts = purge(a, TABLES, retention=Retention(done=None, cancelled=None, failed=None)).counts
 
     assert counts == {}
     assert len(statuses(a)) == 3
@@ -95,7 +95,7 @@ def test_a_pass_deletes_no_more_than_its_limit_of_each_kind(a: Connection) -> No
     for status in ["done"] * 5 + ["failed"] * 3:
         finished(a, status, days=400)
 
-    counts = [purge(a, TABLES, retention=Retention(), limit=2) for _ in range(3)]
+    counts = [purge(a, TABLES, retention=Retention(), limit=2).counts for _ in range(3)]
 
     assert [each[DONE] for each in counts] == [2, 2, 1]
     assert [each[FAILED] for each in counts] == [2, 1, 0]
@@ -106,7 +106,7 @@ def test_all_queues_are_looked_through(a: Connection) -> None:
     for queue in "default", "mail":
         finished(a, "done", days=8, queue=queue)
 
-    assert purge(a, TABLES, retention=Retention())[DONE] == 2
+    assert purge(a, TABLES, retention=Retention()).counts[DONE] == 2
 
 
 def test_a_dead_letter_that_somebody_holds_is_left_and_nothing_waits(clean: Engine, a: Connection) -> None:
@@ -127,8 +127,8 @@ def test_two_that_forget_at_once_do_not_count_twice(clean: Engine, a: Connection
         finished(a, "done", days=8)
 
     with clean.connect() as first:
-        one = purge(first, TABLES, retention=Retention(), limit=3)
-        two = purge(a, TABLES, retention=Retention(), limit=3)
+        one = purge(first, TABLES, retention=Retention(), limit=3).counts
+        two = purge(a, TABLES, retention=Retention(), limit=3).counts
         first.commit()
 
     assert (one[DONE], two[DONE]) == (3, 1)

@@ -199,7 +199,7 @@ def test_b45_every_verb_takes_such_ids(a: Connection, start: int) -> None:
     )
     run(a, "UPDATE background_jobs_archive SET finished_at = finished_at - interval '2 d'")
     day = Retention(done=timedelta(days=1), cancelled=timedelta(days=1))
-    assert purge(a, TABLES, retention=day) == {
+    assert purge(a, TABLES, retention=day).counts == {
         JobStatus.DONE: 1,
         JobStatus.CANCELLED: 2,
         JobStatus.FAILED: 0,
