@@ -33,6 +33,7 @@ class Proxy:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._work, name="proxy", daemon=True)
         self.port = 0
+        self.swallowed = 0  # bytes that arrived nowhere
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -108,6 +109,8 @@ class Proxy:
                     await self._trickle(some, writer)
                 elif self._mode == "pass" or (self._mode == "deaf" and not answers):
                     writer.write(some)
+                else:
+                    self.swallowed += len(some)
             # a black hole swallows the end of a connection too; whoever waits behind it is told nothing
             if self._mode in ("pass", "slow"):
                 writer.close()

@@ -359,9 +359,9 @@ class Custody:
         self.settler.close(give_up=True)  # what cannot be written now is left to the lease
         return not self._dispatch.held
 
-    async def gone(self) -> None:
+    async def gone(self, seconds: float) -> None:
         """The last: leases are prolonged no more, consumers have ended."""
-        await self.keeper.stop()
+        await self.keeper.stop(seconds)
         await self._slots.gone()
 
 

@@ -121,15 +121,15 @@ class LeaseKeeper:
             assert self._async_engine is not None
             self._task = asyncio.create_task(self._in_loop(self._async_engine), name="sqla_jobs leases")
 
-    async def stop(self) -> None:
-        """End when the statement under way has ended."""
+    async def stop(self, seconds: float) -> None:
+        """End when the statement under way has ended, or the time is over."""
         self._stopped = True
         self._stopping.set()
         self._changed.set()
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, 5.0)
+            await asyncio.to_thread(self._thread.join, seconds)
         if self._task is not None:
-            await asyncio.wait({self._task}, timeout=5.0)
+            await asyncio.wait({self._task}, timeout=seconds)
 
     def _in_thread(self, engine: Engine) -> None:
         lane = SyncLane(engine)

@@ -39,6 +39,9 @@ from sqla_jobs.worker.wakeup import Wakeups
 __all__ = ["Worker"]
 
 CLEAN, FORCED, DRAIN_TIMED_OUT, RECYCLED = 0, 1, 6, 7
+#: Seconds beyond the drain time for all that is left: a claim under way, outcomes, connections. What the
+#: database has not answered by then it may never answer; its lease ends, and another worker has the job.
+FAREWELL = 4.0
 
 
 class Worker:
@@ -130,6 +133,7 @@ class Worker:
         self._health: Health | None = None
         self._tables = jobs.tables
         self._stops = 0
+        self._ends_by_itself = False
         self._quiet = False
         self._recycled = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -199,6 +203,14 @@ class Worker:
         )
 
     async def _close(self) -> None:
+        closing = asyncio.ensure_future(self._close_connections())
+        await asyncio.wait({closing}, timeout=None if self._over is None else _until(self._over))
+        if closing.done():
+            closing.result()
+        else:
+            self.left_behind = True
+
+    async def _close_connections(self) -> None:
         for lane in (self._claim_lane, self._settle_lane):
             await lane.close()
         await self._engines.dispose()
@@ -206,6 +218,9 @@ class Worker:
     # -- start
 
     def _begin(self) -> None:
+        self._over: float | None = None  # when the stop must be over
+        #: After `run`: something still waits for a dead connection. A process that ends need not wait for it.
+        self.left_behind = False
         self._loop = asyncio.get_running_loop()
         settings = self._settings
         engine = self._engines.asynchronous or self._engines.sync
@@ -313,13 +328,16 @@ class Worker:
         ends: asyncio.Task[None],
     ) -> int:
         wakeups.cancel()  # now: a connect under way takes its time to end
-        code = await self._drain(claims)
+        drained_at = time.monotonic() + self._settings.drain_timeout.total_seconds()
+        code = await self._drain(claims, drained_at)
         self._custody.settler.close()
-        # every statement has a deadline, but a server that is frozen may take one after the other to it
-        await asyncio.wait({settles, *others}, timeout=self._settings.deadline + 2)
+        # every statement has a deadline, but behind a dead network one after the other would take its own
+        over = self._over = drained_at + FAREWELL
+        await asyncio.wait({settles, *others}, timeout=_until(over - 1.0))
         ends.cancel()  # through the drain: a lease may end in it
-        await asyncio.wait({wakeups, ends})
-        await self._custody.gone()
+        await asyncio.wait({wakeups, ends}, timeout=_until(over - 1.0))
+        await self._custody.gone(_until(over - 0.5))
+        self.left_behind = not all(each.done() for each in (claims, settles, *others, wakeups, ends))
         self.events.emit("worker.stopped", worker=self.id, exit_code=code)
         return code
 
@@ -398,8 +416,7 @@ class Worker:
             return
         self._recycled = True
         self.events.emit("worker.recycling", worker=self.id, reason=reason)
-        if not self._stops:
-            self.stop()
+        self._end_by_itself()
 
     # -- claim
 
@@ -415,8 +432,8 @@ class Worker:
                 continue
             if self._dispatch.spent:
                 self._recycle(f"it has run {self._settings.max_jobs} jobs")
-            elif self._settings.mode != "continuous" and self._dispatch.drained and not self._stops:
-                self.stop()
+            elif self._settings.mode != "continuous" and self._dispatch.drained:
+                self._end_by_itself()
             await self._wait_for_change(step)
 
     async def _wait_for_change(self, step: Wait) -> None:
@@ -427,31 +444,41 @@ class Worker:
 
     # -- stop
 
+    def _end_by_itself(self) -> None:
+        """The same as a stop, but none of anybody's: the next one does not force it."""
+        self._ends_by_itself = True
+        self._notice_stop()
+
     def _notice_stop(self) -> None:
-        if self._stops:
+        if self._stops or self._ends_by_itself:
             self._stopping.set()
             self._dispatch.stop()
             self._changed.set()
         if self._stops > 1:
             self._forced.set()
 
-    async def _drain(self, claims: asyncio.Task[None]) -> int:
-        """Finish what runs within the drain time, give the rest back. The exit code."""
+    async def _drain(self, claims: asyncio.Task[None], drained_at: float) -> int:
+        """Finish what runs until then, give the rest back. The exit code."""
         custody, seconds = self._custody, self._settings.drain_timeout.total_seconds()
+        over = drained_at + FAREWELL
         custody.close()
         self.events.emit("worker.draining", worker=self.id, open=len(custody.held), seconds=seconds)
-        # a claim under way ends, within its deadline; what it brings is given back
-        await asyncio.wait({claims}, timeout=self._settings.deadline + 2)
-        if await custody.settled(seconds, forced=self._forced):
-            return self._code(CLEAN)
+        await custody.settled(_until(drained_at), forced=self._forced)
+        # a claim under way ends; what it brings is given back
+        await asyncio.wait({claims}, timeout=1.0 if self._forced.is_set() else _until(over - 1.5))
         if custody.held:
             await custody.end()
-            await custody.flush(self._settings.deadline)
+            await custody.flush(_until(over - 1.5))
             return self._code(DRAIN_TIMED_OUT)
         # everything has ended; only outcomes are left, which no handler can hurry
-        return self._code(CLEAN if await custody.flush(self._settings.deadline) else DRAIN_TIMED_OUT)
+        return self._code(CLEAN if await custody.flush(_until(over - 1.5)) else DRAIN_TIMED_OUT)
 
     def _code(self, otherwise: int) -> int:
         if self._forced.is_set():
             return FORCED
         return RECYCLED if self._recycled else otherwise
+
+
+def _until(when: float) -> float:
+    """Seconds; a moment at least, for what needs no more than one."""
+    return max(when - time.monotonic(), 0.3)

@@ -116,7 +116,7 @@ async def _until_signalled(worker: Worker, pipe: str) -> int:
         loop = asyncio.get_running_loop()
         loop.add_reader(int(pipe), _orphaned, loop, int(pipe), worker)
     code = await worker.run()
-    if code != CLEAN:
+    if code != CLEAN or worker.left_behind:
         _leave(code)
     return code
 

@@ -20,10 +20,3 @@ def test_each_of_the_seven_names_tests() -> None:
 
     assert [part[0] for part in parts] == list("1234567")
     assert all("- `tests/" in part for part in parts)
-
-
-def test_every_file_that_the_page_of_tests_names_is_there() -> None:
-    named = re.findall(r"`((?:pure|postgres|system)/\w+\.py)`", (ROOT / "tests" / "README.md").read_text())
-
-    assert named
-    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []

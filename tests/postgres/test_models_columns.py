@@ -112,7 +112,9 @@ def live(connection: sa.Connection, tables: Tables) -> None:
     ]
     settled = settle(connection, tables, list(zip(leases, ends, strict=False)), retention=KEEP)
     assert len(settled.written) == 6
+    run(connection, "BEGIN")  # a handler's transaction
     assert settle_within(connection, tables, (leases[6], DONE), retention=KEEP)
+    run(connection, "COMMIT")
     settled = settle(connection, tables, [(lease, DONE) for lease in leases[7:]], retention=KEEP)
     assert (len(settled.written), len(settled.kept)) == (2, 1)
     assert len(settle(connection, tables, [(nobodys, DONE)], retention=KEEP).stale) == 1

@@ -82,6 +82,35 @@ async def test_max_runtime_ends_with_7_after_what_runs(engine: Engine, database_
     assert rows(engine, "SELECT status FROM background_jobs_archive") == [("done",)]
 
 
+async def test_the_first_stop_of_a_worker_that_ends_by_itself_forces_nothing(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    """Its run time is over, and then the deploy comes: what runs has its drain time."""
+    go_on = asyncio.Event()
+
+    @jobs.task(name="job")
+    async def job() -> None:
+        await go_on.wait()
+
+    put(engine, job)
+    worker = Worker(jobs, url=database_url, max_runtime=timedelta(seconds=0.3))
+    heard = Heard(worker)
+    running = asyncio.create_task(finished(worker))
+    await heard.event("worker.draining")
+
+    worker.stop()
+    assert not await worker_ends_within(running, 0.5)
+    go_on.set()
+
+    assert await running == 7
+    assert rows(engine, "SELECT status, attempts FROM background_jobs_archive") == [("done", 1)]
+
+
+async def worker_ends_within(running: "asyncio.Task[int]", seconds: float) -> bool:
+    done, _ = await asyncio.wait({running}, timeout=seconds)
+    return bool(done)
+
+
 async def test_max_memory_ends_with_7(engine: Engine, database_url: str, jobs: Jobs) -> None:
     @jobs.task(name="job")
     def job() -> None: ...

@@ -260,6 +260,38 @@ async def test_a_fault_of_the_network_loses_nothing_runs_nothing_twice_and_leave
             await fault(it)
 
 
+@pytest.mark.parametrize("way", [pytest.param("blackhole", marks=full), "deaf"])
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=full)])
+async def test_a_stop_behind_a_dead_network_takes_little_more_than_the_drain_time(
+    own_server: EmbeddedPostgres,
+    observer: Engine,
+    database: str,
+    ledger: Ledger,
+    tmp_path: Path,
+    way: Mode,
+    busy: bool,
+) -> None:
+    """Whoever stops it (Kubernetes, say) kills it after its grace period."""
+    options = ("--lease", "60s", "-q", "files", "-c", "4", "--poll-interval", "1s", "--drain-timeout", "2s")
+    with (
+        Proxy(own_server.tcp_url(database)) as proxy,
+        worker_process(named(proxy.url), tmp_path / "log", *options) as worker,
+    ):
+        await until(lambda: "listen.connected" in worker.text())
+        if busy:
+            ledger.open(12, seconds=0.7)
+            await until(lambda: ledger.starts() > 6)
+        proxy.become(way)
+        if not busy:
+            await until(lambda: proxy.swallowed > 0)  # a claim, whose answer will not come
+        began = time.monotonic()
+        code = worker.stop()
+        took = time.monotonic() - began
+
+    assert code == (6 if busy else 0)
+    assert took < 2 + 4 + 1.5  # the drain, the farewell, the process's own end
+
+
 # -- limits that an administrator sets
 
 
