@@ -43,6 +43,7 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "purge.refused": ("jobs", "error"),
     "archive.refused": ("job", "queue", "kind", "error"),
     "result.refused": ("job", "queue", "kind", "error"),
+    "delay.refused": ("job", "queue", "kind", "error"),
     "outcome.refused": ("job", "queue", "kind", "error"),
     "loop.crashed": ("loop", "error", "retry_in"),
 }

@@ -10,13 +10,16 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
+    ARRAY,
     CTE,
     Connection,
     Executable,
     Table,
     Text,
     and_,
+    bindparam,
     cast,
+    column,
     delete,
     func,
     literal_column,
@@ -34,7 +37,7 @@ from sqla_jobs.store.door import brief, is_rows_fault
 from sqla_jobs.store.halves import by_halves
 from sqla_jobs.store.parts import CLOCK, IDS, LIMIT, QUEUE, STATEMENT_TIME, archived, status
 
-__all__ = ["Expired", "ExpiredLease", "Refused", "cancel_expired", "expired_leases"]
+__all__ = ["Expired", "ExpiredLease", "Refused", "cancel_expired", "expired_leases", "left_behind"]
 
 #: Refused in this pass already: they are the oldest, and would be all that every later look finds.
 _NOT_BESIDE = func.all(IDS)
@@ -79,7 +82,6 @@ def expired_leases(
 def _late(c: Any) -> Any:
     """Ready, never claimed, past their expiry; matches the index on expiries."""
     return and_(
-        c.queue == QUEUE,
         c.status == status(JobStatus.READY),
         c.fencing_token == literal_column("0"),
         c.expires_at <= STATEMENT_TIME,
@@ -90,7 +92,30 @@ def _late(c: Any) -> Any:
 def late_statement(jobs: Table) -> Executable:
     """Candidates: whoever writes looks again."""
     c = jobs.c
-    return select(c.id, c.kind).where(_late(c), c.id != _NOT_BESIDE).order_by(c.expires_at).limit(LIMIT)
+    late = and_(c.queue == QUEUE, _late(c), c.id != _NOT_BESIDE)
+    return select(c.id, c.kind).where(late).order_by(c.expires_at).limit(LIMIT)
+
+
+@cache
+def left_behind_statement(jobs: Table) -> Executable:
+    """One index look per queue and kind, all in one statement: most passes find nothing."""
+    c = jobs.c
+    queues = func.unnest(bindparam("queues", type_=ARRAY(Text))).table_valued(column("name", Text), name="of")
+    expired = and_(c.status == status(JobStatus.RUNNING), c.locked_until < STATEMENT_TIME)
+    of_queue = c.queue == queues.c.name
+    return select(
+        queues.c.name,
+        select(c.id).where(of_queue, expired).exists(),
+        select(c.id).where(of_queue, _late(c)).exists(),
+    )
+
+
+def left_behind(
+    connection: Connection, tables: Tables, *, queues: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """The queues with leases that have ended, and those with jobs that have expired unclaimed."""
+    rows = connection.execute(left_behind_statement(tables.jobs), {"queues": list(queues)}).all()
+    return [row[0] for row in rows if row[1]], [row[0] for row in rows if row[2]]
 
 
 @cache
@@ -134,7 +159,7 @@ def _held_late(jobs: Table) -> CTE:
     c = jobs.c
     return (
         select(c.id)
-        .where(_late(c), c.id == func.any(IDS))
+        .where(c.queue == QUEUE, _late(c), c.id == func.any(IDS))
         .order_by(c.id)
         .with_for_update(skip_locked=True)
         .cte("late")

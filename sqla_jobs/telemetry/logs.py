@@ -36,6 +36,7 @@ _LEVELS = {
     "job.running_long": logging.WARNING,
     "session.open_long": logging.WARNING,
     "result.refused": logging.WARNING,
+    "delay.refused": logging.WARNING,
     "lease.lost": logging.WARNING,
     "listen.connected": logging.INFO,
     "listen.lost": logging.WARNING,

@@ -20,7 +20,7 @@ from sqla_jobs.core.retry import Retry
 from sqla_jobs.events import Events
 from sqla_jobs.store.archive import Purged, purge
 from sqla_jobs.store.door import brief
-from sqla_jobs.store.rescue import Expired, ExpiredLease, cancel_expired, expired_leases
+from sqla_jobs.store.rescue import Expired, ExpiredLease, cancel_expired, expired_leases, left_behind
 from sqla_jobs.store.settle import Entry, Settled, settle_expired
 from sqla_jobs.tasks import Jobs
 
@@ -55,17 +55,22 @@ class Maintenance:
         # scattered, so that a fleet that starts together does not purge together
         purged = time.monotonic() - _PURGE_EVERY * random.random()
         while not stopping.is_set():
-            for queue in self._queues:
-                if stopping.is_set():
-                    return
-                await self._try("rescue", self._rescue(queue, stopping))
-                await self._try("expire", self._expire(queue, stopping))
+            await self._try("rescue", self._look_after_queues(stopping))
             if time.monotonic() - purged >= _PURGE_EVERY:
                 purged = time.monotonic()
                 await self._try("purge", self._purge(stopping))
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._every * (0.75 + random.random() / 2)):
                     await stopping.wait()
+
+    async def _look_after_queues(self, stopping: asyncio.Event) -> None:
+        """One statement for all, and more only where there is something to do."""
+        look = partial(left_behind, tables=self._jobs.tables, queues=self._queues)
+        leases, expiries = await self._on_lane(look)
+        for queue in leases:
+            await self._try("rescue", self._rescue(queue, stopping))
+        for queue in expiries:
+            await self._try("expire", self._expire(queue, stopping))
 
     async def _try(self, operation: str, step: Awaitable[None]) -> None:
         try:

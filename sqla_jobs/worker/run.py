@@ -348,10 +348,16 @@ class Runner:
 
     def _delay_after(self, error: BaseException, run: Run) -> timedelta | None:
         retry = run.task.retry
-        # a user's rule may raise anything; the job must not suffer twice
-        with suppress(BaseException):
+        # a user's rule may raise and return anything; the job must not suffer twice
+        try:
             delay = retry.wait_after(error, run.job.attempt, spread=self._spread())
-            return None if delay is None else _waitable(delay)
+            if delay is None or delay >= timedelta(0):
+                return None if delay is None else _waitable(delay)
+            said = f"a rule of the task's Retry gave {delay}"
+        except BaseException as worse:
+            said = f"a rule of the task's Retry failed: {type(worse).__name__}"
+        lease = run.job.lease
+        self._events.emit("delay.refused", job=lease.id, queue=lease.queue, kind=run.job.kind, error=said)
         return retry.wait(run.job.attempt, spread=self._spread())
 
 

@@ -206,7 +206,7 @@ def raising(error: BaseException, attempt: int) -> timedelta:
 DEFAULT = (timedelta(seconds=1), timedelta(seconds=3))  # 2 s, spread by half
 RULES: dict[str, tuple[Any, tuple[timedelta, timedelta] | None]] = {
     "zero": (lambda *_: timedelta(0), (timedelta(0), timedelta(0))),
-    "negative": (lambda *_: timedelta(days=-1), (timedelta(0), timedelta(0))),
+    "negative": (lambda *_: timedelta(days=-1), DEFAULT),
     "the longest": (lambda *_: timedelta.max, (timedelta(days=36_525), timedelta(days=36_525))),
     "none": (lambda *_: None, None),
     "not a number": (lambda *_: math.nan, DEFAULT),
@@ -228,13 +228,16 @@ async def test_b46_a_rule_of_a_users_that_cannot_work_gives_the_default_delay(
 
     put(engine, job)
 
-    async with working(jobs, database_url, mode="once"):
+    async with working(jobs, database_url, mode="once") as (_, heard):
         await until_row(engine, "SELECT 1 FROM background_jobs WHERE last_error IS NOT NULL")
 
     [(status, attempts, waited)] = rows(
         engine, "SELECT status, attempts, run_at - started_at FROM background_jobs"
     )
     assert (status, attempts) == ("failed" if waits is None else "ready", 1)
+    warned = heard.named("delay.refused")
+    assert len(warned) == (waits is DEFAULT)
+    assert all("a rule of the task's Retry" in str(event.fields["error"]) for event in warned)
     if waits is not None:
         assert waits[0] <= waited < waits[1] + timedelta(seconds=20)
 

@@ -525,6 +525,55 @@ async def test_b38_what_is_due_and_what_comes_in_bulk_does_not_wait_for_the_poll
     assert max(starts["bulk"]) - begun < 3  # five rounds of 0.2 s
 
 
+async def test_b35_a_rescued_job_keeps_its_priority_and_one_that_fails_at_once_takes_its_turn(
+    engine: Engine, database_url: str, jobs: Jobs
+) -> None:
+    """One slot, a stream of jobs, and two that come back."""
+    ran: list[tuple[str, int]] = []
+
+    @jobs.task(name="job")
+    async def job(name: str, number: int) -> None:
+        ran.append((name, number))
+        if name == "stream":
+            put(engine, job.using(priority=1), "late", number)  # more comes in than goes out
+
+    @jobs.task(name="fails", retry=AT_ONCE)
+    async def fails(ctx: AsyncJobContext) -> None:
+        ran.append(("fails", ctx.attempt))
+        if ctx.attempt < 3:
+            raise ValueError
+
+    @jobs.task(name="lost", retry=AT_ONCE)
+    async def lost() -> None:
+        ran.append(("lost", 0))
+
+    put(engine, lost.using(priority=9))
+    execute(
+        engine,
+        "UPDATE background_jobs SET status = 'running', attempts = 1, fencing_token = 1, locked_by = 'gone', "
+        "locked_until = clock_timestamp() - interval '1 s'",
+    )
+    with Session(engine) as session, session.begin():
+        enqueue_many(session, [job.using(priority=0).call("low", number) for number in range(5)])
+        enqueue_many(session, [job.using(priority=1).call("stream", number) for number in range(10)])
+    put(engine, fails.using(priority=1))
+
+    async with working(jobs, database_url, concurrency=1, **SHORT) as (_, heard):
+        rescued = asyncio.create_task(heard.event("job.rescued"))
+        await until(lambda: rescued.done() or len(ran) == 29)
+        already = len(ran)
+        await heard.settled(10 + 10 + 5 + 3 + 1)  # of the one that fails, each attempt
+
+    # the rescued one goes first, but for what was claimed before it was ready again
+    assert ran.index(("lost", 0)) <= already + 2
+    others = [name for name, _ in ran if name != "lost"]
+    # a failed attempt is due when it failed: after what was due before, before what came later
+    assert others[:11] == ["stream"] * 10 + ["fails"]
+    assert Counter(others) == {"stream": 10, "late": 10, "low": 5, "fails": 3}
+    # the low ones come last, but for those that were claimed ahead when nothing else was ready
+    assert others[:21].count("low") <= 2, others
+
+
 # -- what engines, roles and clocks are
 
 

@@ -19,10 +19,15 @@ from steps import LEASE, TABLES
 from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.embedded import EmbeddedPostgres
 from sqla_jobs.store.archive import purge_statement
-from sqla_jobs.store.claim import claim_statement, next_due_statement, release_unknown_statement
+from sqla_jobs.store.claim import Which, claim_statement, next_due_statement, release_unknown_statement
 from sqla_jobs.store.find import find_statement
 from sqla_jobs.store.lease import ours_statement, prolong_statement
-from sqla_jobs.store.rescue import cancel_late_statement, expired_leases_statement, late_statement
+from sqla_jobs.store.rescue import (
+    cancel_late_statement,
+    expired_leases_statement,
+    late_statement,
+    left_behind_statement,
+)
 from sqla_jobs.store.settle import done_statement, look_statement, mixed_statement
 
 JOBS = "background_jobs"
@@ -87,6 +92,16 @@ STATEMENTS: dict[str, tuple[Executable, dict[str, Any], set[str]]] = {
         BATCH | {"limit": 500, "prefetch": True},
         {"claim_idx", "pkey"},
     ),
+    "claim beside": (
+        claim_statement(TABLES.jobs, Which.BESIDE),
+        BATCH | {"limit": 100, "prefetch": False},
+        {"claim_idx", "pkey"},
+    ),
+    "claim among": (
+        claim_statement(TABLES.jobs, Which.AMONG),
+        BATCH | {"limit": 100, "prefetch": False},
+        {"claim_idx", "pkey"},
+    ),
     "next due": (next_due_statement(TABLES.jobs), BATCH, {"claim_idx"}),
     "settle done": (done_statement(TABLES, wait=False), BATCH, FENCED),
     "settle mixed": (mixed_statement(TABLES, expired=False, wait=False), BATCH | VERDICTS, FENCED),
@@ -101,10 +116,15 @@ STATEMENTS: dict[str, tuple[Executable, dict[str, Any], set[str]]] = {
     "ours": (ours_statement(TABLES.jobs), BATCH, FENCED),
     "expired leases": (expired_leases_statement(TABLES.jobs), BATCH | {"limit": 500}, {"running_idx"}),
     "release unknown": (release_unknown_statement(TABLES.jobs), BATCH, {"running_idx", "pkey"}),
+    "left behind": (
+        left_behind_statement(TABLES.jobs),
+        {"queues": ["default", "mail"]},
+        {"running_idx", "expiry_idx"},
+    ),
     "late": (late_statement(TABLES.jobs), BATCH | {"limit": 500}, {"expiry_idx"}),
     "cancel late": (cancel_late_statement(TABLES), BATCH, {"expiry_idx", "pkey"}),
     "find": (find_statement(TABLES), {"id": 4711}, {"pkey"}),
-    "purge failed": (purge_statement(TABLES.jobs, JobStatus.FAILED), WEEK, {"failed_idx", "pkey"}),
+    "purge failed": (purge_statement(TABLES.jobs, JobStatus.FAILED), BATCH | WEEK, {"failed_idx", "pkey"}),
 }
 
 
@@ -213,7 +233,7 @@ def test_no_statement_of_the_hot_path_reads_the_whole_archive(
 
 
 @either
-@pytest.mark.parametrize("name", ["claim", "claim ahead"])
+@pytest.mark.parametrize("name", ["claim", "claim ahead", "claim beside"])
 def test_a_claim_reads_jobs_in_the_order_of_its_index_and_stops_at_its_limit(
     full: Connection, name: str, generic: bool
 ) -> None:
@@ -253,7 +273,7 @@ def test_expired_leases_come_in_the_order_of_their_index(full: Connection, name:
 @either
 @pytest.mark.parametrize("state", [JobStatus.DONE, JobStatus.CANCELLED])
 def test_a_purge_of_the_archive_goes_by_age(full: Connection, state: JobStatus, generic: bool) -> None:
-    plan = explained(full, purge_statement(TABLES.archive, state), WEEK, generic=generic)
+    plan = explained(full, purge_statement(TABLES.archive, state), BATCH | WEEK, generic=generic)
 
     used = {node.index for node in plan.all() if node.index}
     assert f"{JOBS}_archive_finished_idx" in used

@@ -163,12 +163,13 @@ async def backends_terminated_in_a_loop(it: Scene) -> None:
         await asyncio.sleep(0.1)
 
 
-def server_restarted(mode: Any) -> Fault:
+def server_restarted(mode: Any, away: float = 1.0) -> Fault:
     async def fault(it: Scene) -> None:
         it.engine.dispose()
         await asyncio.to_thread(it.server.halt, mode)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(away)
         await asyncio.to_thread(it.server.resume)
+        assert it.worker.text().count("\n") < 60 + 2 * away  # what cannot go on says so now and then
 
     return fault
 
@@ -217,6 +218,7 @@ full = pytest.mark.full
         pytest.param(server_restarted("fast"), id="restart, fast", marks=full),
         pytest.param(server_restarted("immediate"), id="restart, immediate", marks=full),
         pytest.param(server_restarted("kill"), id="restart, killed", marks=full),
+        pytest.param(server_restarted("fast", away=60.0), id="B58: a minute without a server", marks=full),
         pytest.param(read_only_for_a_while, id="B65: a standby", marks=full),
         pytest.param(read_only_without_a_word, id="B65: read only", marks=full),
     ],

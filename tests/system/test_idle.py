@@ -9,16 +9,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import shop
 from processes import worker_process
 from shop import Base, Job
 from sqlalchemy import Engine, create_engine, make_url
 from sqlalchemy.orm import Session
-from workers import until, working
+from workers import rows, until, working
 
 from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.core.retry import Retry
 from sqla_jobs.embedded import EmbeddedPostgres
-from sqla_jobs.tasks import Jobs, enqueue_many
+from sqla_jobs.tasks import Jobs, enqueue, enqueue_many
 
 pytestmark = pytest.mark.system
 
@@ -35,11 +36,18 @@ def statements(log: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("span", "burst"), [(10.0, 4), pytest.param(70.0, 0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("span", "burst", "queues"),
+    [
+        pytest.param(10.0, 4, ["files"], id="short"),
+        pytest.param(70.0, 0, ["files"], id="long", marks=pytest.mark.full),
+        pytest.param(70.0, 0, ["files", "mail", "images"], id="three queues", marks=pytest.mark.full),
+    ],
+)
 async def test_an_idle_worker_sends_at_most_30_statements_a_minute_and_needs_less_than_a_hundredth_of_a_core(
-    tmp_path: Path, span: float, burst: int
+    tmp_path: Path, span: float, burst: int, queues: list[str]
 ) -> None:
-    """Of one queue, by default. Counted over `span` seconds soon after its start, scaled to a minute.
+    """Counted over `span` seconds soon after its start, scaled to a minute.
 
     A short span may hold a poll and a pass of the maintenance more than its share: `burst`.
     """
@@ -50,7 +58,8 @@ async def test_an_idle_worker_sends_at_most_30_statements_a_minute_and_needs_les
         Base.metadata.create_all(engine)
         engine.dispose()
         named = url.update_query_dict({"application_name": NAME}).render_as_string(hide_password=False)
-        with worker_process(named, tmp_path / "log", "-q", "files") as worker:
+        options = [word for queue in queues for word in ("-q", queue)]
+        with worker_process(named, tmp_path / "log", *options) as worker:
             await until(lambda: "listen.connected" in worker.text())
             await asyncio.sleep(1.0)  # what the start itself costs
             log = server.data_directory / "server.log"
@@ -69,11 +78,39 @@ async def test_an_idle_worker_sends_at_most_30_statements_a_minute_and_needs_les
 # -- what failing jobs leave behind (field case B18)
 
 
+@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.full)])
+async def test_b18_notifications_without_jobs_leave_the_memory_flat(
+    engine: Engine, database_url: str, tmp_path: Path, count: int
+) -> None:
+    with worker_process(database_url, tmp_path / "log", "-q", "files") as worker:
+        await until(lambda: "listen.connected" in worker.text())
+        [(channel,)] = rows(engine, "SELECT 'sqla_jobs_' || 'background_jobs'::regclass::oid")
+        say = (
+            "SELECT count(pg_notify(:channel, '0 ' || number || ' ' || repeat('another queue ', 20))) "
+            "FROM generate_series(1, :count) number"
+        )
+        await asyncio.to_thread(rows, engine, say, channel=channel, count=1000)
+        warm = worker.resident_bytes()
+
+        for _ in range(count // 10_000):
+            await asyncio.to_thread(rows, engine, say, channel=channel, count=10_000)
+        put_one(engine, tmp_path / "trace")
+        await until(lambda: (tmp_path / "trace").exists())  # behind all of them
+
+        assert worker.resident_bytes() - warm < 20_000_000
+        assert worker.stop() == 0
+
+
 class Load:
     """Five megabytes that can be watched."""
 
     def __init__(self) -> None:
         self.bytes = b"x" * 5_000_000
+
+
+def put_one(engine: Engine, trace: Path) -> None:
+    with Session(engine) as session, session.begin():
+        enqueue(session, shop.append_line, str(trace), "done")
 
 
 def resident_bytes() -> int:
