@@ -174,10 +174,7 @@ LINES: tuple[Mutant, ...] = (
            ".with_for_update(skip_locked=True)",
            ".with_for_update()",
            _postgres("rescue", "an_expired_job_that_somebody_holds_is_left")),
-    Mutant("an expiry reaches into other queues", 2, _S + "rescue.py",
-           "    late = and_(c.queue == QUEUE, _late(c), c.id != _NOT_BESIDE)",
-           "    late = and_(_late(c), c.id != _NOT_BESIDE)",
-           _postgres("rescue", "only_what_has_expired_is_cancelled")),
+    # (not the queue of an expiry: its look, its lock and its write name it, each for itself)
     Mutant("retention forgets what has not ended", 2, _S + "archive.py",
            "return and_(c.status == status(state), c.finished_at < STATEMENT_TIME",
            'return and_(c.status != "", c.finished_at < STATEMENT_TIME',

@@ -20,7 +20,16 @@ from steps import PATIENCE, ask, backend, meanwhile, put, run, until, until_bloc
 
 from sqla_jobs.embedded import EmbeddedPostgres
 from sqla_jobs.errors import ConnectionLost, DeadlineExceeded
-from sqla_jobs.store.door import Lane, SyncLane, brief, driver_of, is_lost, is_retryable, lane_on
+from sqla_jobs.store.door import (
+    Lane,
+    SyncLane,
+    brief,
+    driver_of,
+    is_lost,
+    is_retryable,
+    is_rows_fault,
+    lane_on,
+)
 from sqla_jobs.store.door.wire import Backend
 
 SLACK = 1.5  # seconds that an answer may come after its deadline
@@ -784,3 +793,17 @@ def test_a_lost_connection_and_a_retryable_error_are_told_apart(a: Connection) -
     assert is_lost(broken)
     assert is_lost(ConnectionResetError())
     assert not is_lost(ValueError())
+
+
+@pytest.mark.parametrize(
+    ("error", "blames_a_row"),
+    [
+        (ConnectionLost("gone"), False),
+        (DeadlineExceeded("no answer"), False),
+        (OSError(111, "refused"), False),
+        (OverflowError("a value that the driver cannot send"), True),
+    ],
+    ids=["lost", "late", "refused", "value"],
+)
+def test_a_lost_connection_is_no_rows_fault(error: Exception, blames_a_row: bool) -> None:
+    assert is_rows_fault(error) is blames_a_row

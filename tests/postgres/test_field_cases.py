@@ -272,7 +272,7 @@ LOOPS = [
     (settling, "settle"),
     (settling.Settler, "_write"),
     (settling.Settler, "_apply"),
-    (maintenance, "expired_leases"),
+    (maintenance, "left_behind"),
     (maintenance.Maintenance, "run"),
     (wakeup.Wakeups, "listen"),
     (wakeup.Wakeups, "_one_connection"),

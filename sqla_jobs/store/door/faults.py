@@ -5,6 +5,8 @@ Judges by SQLSTATE (manual, appendix A), whatever the driver. Does nothing about
 
 from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 
+from sqla_jobs.errors import SqlaJobsError
+
 __all__ = [
     "brief",
     "is_confused",
@@ -78,7 +80,7 @@ def is_rows_fault(error: Exception) -> bool:
     tried again, whole.
     """
     if not isinstance(error, DBAPIError):
-        return not isinstance(error, SQLAlchemyError)
+        return not isinstance(error, (SQLAlchemyError, SqlaJobsError, OSError))
     state = sqlstate_of(error)
     return isinstance(error, DataError) if state is None else state[:2] in {"22", "23", "54", "P0"}
 
