@@ -1,5 +1,8 @@
 """One private PostgreSQL for the whole run, a fresh database from a template for every test that asks.
 
+Whole folders run in three processes at once, each with a server of its own: most tests wait most of their
+time. `-n 0`, a debugger, or naming a file makes it one.
+
 SQLA_JOBS_PG_BIN chooses the binaries; with SQLA_JOBS_REQUIRE_PGBOUNCER a missing pgbouncer fails.
 A DATABASE_URL of the environment is never used.
 """
@@ -23,6 +26,17 @@ for name in [name for name in os.environ if name.startswith("SQLA_JOBS_") and na
     del os.environ[name]
 for name in ("DATABASE_URL", "QUEUE_NAME", "WORKER_CONCURRENCY"):
     os.environ.pop(name, None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Before pytest-xdist looks at its options; where it is not installed, there is one process."""
+    option = config.option
+    of_files = any(".py" in argument for argument in config.args)
+    if hasattr(config, "workerinput") or of_files or option.usepdb or option.collectonly:
+        return
+    if getattr(option, "numprocesses", 0) is None:
+        option.numprocesses, option.dist = 3, "worksteal"
 
 
 @pytest.fixture(scope="session")

@@ -73,6 +73,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], *options: str) -> tuple[int, s
     """pytest's exit code and output, in this copy."""
     # --tb=native: the longer forms parse the source, which fails after a mutant's endless recursion
     command = [sys.executable, "-m", "pytest", "-q", "--tb=native", "-p", "no:cacheprovider", "--timeout=90"]
+    command += ["-n", "0"]  # two copies are tested at once already
     done = subprocess.run(
         [*command, *options, *tests],
         cwd=tree,
