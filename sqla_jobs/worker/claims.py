@@ -25,6 +25,9 @@ from sqla_jobs.store.door import Lane, brief, is_rows_fault
 
 __all__ = ["Claims"]
 
+#: Of a claim, for rows that the database refuses: then maintenance has its turn on the lane.
+_LOOKS = 5
+
 
 class Claims:
     """Claims for `owner`. `held` names the leases that the worker knows of; `handed_out` gets what came."""
@@ -74,20 +77,45 @@ class Claims:
                 # before the claim: what becomes due between the two is claimed, what comes later is known
                 due_in = await self._look_ahead(step.queue) if step.look_ahead else None
                 sent = time.monotonic()
-                jobs = await self._take(step, step.limit)
+                jobs, more = await self._take(step)
         except Exception as error:
             self._failed(step, error)
             return
         self._failures = 0
         self._dispatch.claimed(step, got=len(jobs), now=time.monotonic(), spread=random.random())
         self._hand_out(jobs, sent)
+        if more:
+            self._dispatch.woken(step.queue, now=time.monotonic())
         if due_in is not None and len(jobs) < step.limit:
             now = time.monotonic()
             self._dispatch.woken(step.queue, now=now, due_in=due_in - (now - sent))
 
-    async def _take(self, step: Claim, limit: int) -> list[ClaimedJob]:
-        """Claim; one row that the database refuses (a user's trigger, say) keeps no other of its queue."""
-        these: dict[str, Any] = {
+    async def _take(self, step: Claim) -> tuple[list[ClaimedJob], bool]:
+        """Claim; and whether there may be more behind rows that were refused in all of the looks."""
+        jobs: list[ClaimedJob] = []
+        for _ in range(_LOOKS):
+            these = self._these(step, step.limit - len(jobs))
+            try:
+                try:
+                    more = await self._lane.run(partial(claim, **these), deadline=self._deadline)
+                    return jobs + more, False
+                except Exception as error:
+                    if not is_rows_fault(error):
+                        raise
+                apart = await self._take_apart(step.queue, these)
+            except Exception as error:
+                if not jobs:
+                    raise
+                self._lost_answer(step.queue, error)
+                self._events.emit("database.error", operation="claim", error=brief(error), retry_in=0.0)
+                return jobs, True
+            jobs += apart.jobs
+            if len(jobs) >= step.limit or not apart.refused:
+                return jobs, False
+        return jobs, True
+
+    def _these(self, step: Claim, limit: int) -> dict[str, Any]:
+        return {
             "tables": self._tables,
             "queue": step.queue,
             "owner": self._owner,
@@ -96,39 +124,29 @@ class Claims:
             "prefetch": step.prefetch,
             "beside": self._refusals.left_alone(step.queue, now=time.monotonic()),
         }
-        try:
-            return await self._lane.run(partial(claim, **these), deadline=self._deadline)
-        except Exception as error:
-            if not is_rows_fault(error):
-                raise
+
+    async def _take_apart(self, queue: str, these: dict[str, Any]) -> Apart:
+        """One row that the database refuses (a user's trigger, say) keeps no other of its queue."""
         # it is many statements: one that got no answer, or was tried again, leaves what nobody was told of
-        self._orphans[step.queue] = [time.monotonic()]
+        self._orphans[queue] = [time.monotonic(), *self._orphans.get(queue, ())]
         apart: Apart = await self._lane.run(partial(claim_apart, **these), deadline=self._deadline)
         for id_, text in apart.refused:
-            retry_in = self._refusals.add(step.queue, id_, now=time.monotonic())
-            self._events.emit("claim.refused", job=id_, queue=step.queue, error=text, retry_in=retry_in)
-        return apart.jobs + await self._take_on(step, limit - len(apart.jobs), apart)
+            retry_in = self._refusals.add(queue, id_, now=time.monotonic())
+            self._events.emit("claim.refused", job=id_, queue=queue, error=text, retry_in=retry_in)
+        return apart
 
-    async def _take_on(self, step: Claim, limit: int, apart: Apart) -> list[ClaimedJob]:
-        """Behind what was refused there may be others; what was claimed already is not lost for them."""
-        if not (limit and apart.refused):
-            return []
-        try:
-            return await self._take(step, limit)
-        except Exception as error:
-            if not apart.jobs:
-                raise
-            self._events.emit("database.error", operation="claim", error=brief(error), retry_in=0.0)
-            return []
+    def _lost_answer(self, queue: str, error: Exception) -> None:
+        if isinstance(error, ConnectionLost):
+            # once at once, and once more: a server that did not notice the cut may still be at it
+            now = time.monotonic()
+            self._orphans[queue] = [now, now + 10.0]
 
     def _failed(self, step: Claim, error: Exception) -> None:
         """The answer is lost: what it took runs for nobody, and is looked for before the next claim."""
         self._failures += 1
         pause = min(0.25 * 2**self._failures, 10.0) * (0.5 + random.random() / 2)
         now = time.monotonic()
-        if isinstance(error, ConnectionLost):
-            # once at once, and once more: a server that did not notice the cut may still be at it
-            self._orphans[step.queue] = [now, now + 10.0]
+        self._lost_answer(step.queue, error)
         self._events.emit("database.error", operation="claim", error=brief(error), retry_in=pause)
         self._dispatch.claim_failed(step, retry_at=now + pause)
 

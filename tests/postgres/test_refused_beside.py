@@ -131,16 +131,16 @@ async def test_a_job_that_nobody_may_claim_is_told_of_and_keeps_no_other_of_its_
     assert heard.named("database.error") == []
 
 
-async def test_more_refused_rows_than_a_look_holds_keep_nobody_waiting_behind_them(
+async def test_more_refused_rows_than_a_claim_looks_at_keep_nobody_waiting_behind_them(
     engine: Engine, database_url: str, own: Connection, jobs: Jobs
 ) -> None:
-    put_many(own, 252)
-    frozen(own, "OLD.id <= 251")
+    put_many(own, 602)
+    frozen(own, "OLD.id <= 601")
 
     async with working(jobs, database_url, concurrency=4):
-        await until_row(engine, "SELECT 1 FROM background_jobs_archive WHERE id = 252")
+        await until_row(engine, "SELECT 1 FROM background_jobs_archive WHERE id = 602")
 
-    assert ask(own, "SELECT count(*) FROM background_jobs WHERE status = 'ready'") == 251
+    assert ask(own, "SELECT count(*) FROM background_jobs WHERE status = 'ready'") == 601
 
 
 async def test_an_orphan_that_nobody_may_give_back_stops_no_claim(
