@@ -33,6 +33,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedColumn, Mapper, mapped_column, registry
+from sqlalchemy.types import NullType
 
 from sqla_jobs import schema
 from sqla_jobs.core.lifecycle import JobStatus
@@ -231,6 +232,28 @@ def _extend(mapper: Mapper[Any], cls: type) -> None:
         if column.name not in tables.archive.c:
             tables.archive.append_column(column)
             archived.add_property(column.key, column)
+    _type_later(tables.jobs, tables.archive)
+
+
+#: Columns whose type their foreign key will bring, once its table is there, and the archive's of that name.
+_untyped: list[tuple[Column[Any], Column[Any]]] = []
+
+
+@event.listens_for(Table, "after_parent_attach")
+def _type_what_waited(_table: Table, _metadata: MetaData) -> None:
+    for pair in list(_untyped):
+        column, archived = pair
+        if not isinstance(column.type, NullType):
+            archived.type = column.type
+            _untyped.remove(pair)
+
+
+def _type_later(jobs: Table, archive: Table) -> None:
+    _untyped.extend(
+        (column, archive.c[column.name])
+        for column in jobs.c
+        if isinstance(column.type, NullType) and column.foreign_keys
+    )
 
 
 @event.listens_for(JobMixin, "after_mapper_constructed", propagate=True)
@@ -241,6 +264,16 @@ def _check_mapper(mapper: Mapper[Any], cls: type) -> None:
         raise ConfigurationError(
             f"the mapper key of {cls.__name__} is {keys}, not id: start its __mapper_args__ with "
             "**JobMixin.__mapper_args__"
+        )
+    decides = mapper.polymorphic_on
+    if decides is not None and (
+        not isinstance(decides, Column)
+        or decides.table is not mapper.local_table
+        or decides.name in own_columns()
+    ):
+        raise ConfigurationError(
+            f"polymorphic_on of {cls.__name__} is {decides}: it must be a column of your own, which enqueue "
+            "can fill; those of JobMixin have their own meaning"
         )
     counted = mapper.version_id_col
     if counted is not None and counted.name in own_columns():
@@ -350,6 +383,7 @@ def _satellites(jobs: Table) -> Tables:
     if jobs.comment is None:
         jobs.comment = "sqla_jobs: jobs"
     archive = table("archive", *_archive_columns(jobs))
+    _type_later(jobs, archive)
     Index(f"{jobs.name}_archive_finished_idx", archive.c.finished_at)
     made = {
         "archive": archive,

@@ -1,6 +1,7 @@
 """A call of a task that is to become a job: its kind, its arguments, and its options. Pure."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -68,8 +69,20 @@ class Options:
         _check_moment("expires", self.expires, timedelta, datetime)
         for tag in self.tags:
             check_name("tag", tag)
+        if _ends_before_it_begins(self):
+            raise ConfigurationError(
+                f"expires={self.expires!s} comes before the job is due ({self.delay or self.run_at!s}): "
+                "it could never run"
+            )
         if self.unique_key is not None:
             check_name("unique_key", self.unique_key, longest=2000)
+
+
+def _ends_before_it_begins(options: "Options") -> bool:
+    match options.expires, options.delay or options.run_at:
+        case (timedelta() as expires, timedelta() as due) | (datetime() as expires, datetime() as due):
+            return bool(expires <= due)  # type: ignore[operator]
+    return False
 
 
 def _is_int(value: object) -> bool:
@@ -100,9 +113,19 @@ def _check_moment(name: str, value: object, *kinds: type) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a task, ready to be written. `model` is the Job class that it becomes a row of."""
+    """One call of a task, ready to be written. `model` is the Job class that it becomes a row of.
+
+    `late_key` makes its unique key, once the entities among its arguments have their identities.
+    """
 
     kind: str
     arguments: Encoded
     options: Options
     model: Any = None
+    late_key: Callable[[], str] | None = None
+
+    def keyed(self) -> "Call":
+        """With the unique key that it was waiting for. Raises `ConfigurationError` for one that cannot be."""
+        if self.late_key is None:
+            return self
+        return replace(self, options=replace(self.options, unique_key=self.late_key()), late_key=None)

@@ -136,11 +136,21 @@ def _shown(parameters: Sequence[inspect.Parameter]) -> str:
 class Parameters:
     """A handler's parameters, compiled once."""
 
-    __slots__ = ("_codecs", "_decoders", "_encoders", "_positional", "_required", "signature", "task")
+    __slots__ = (
+        "_codecs",
+        "_decoders",
+        "_encoders",
+        "_positional",
+        "_python",
+        "_required",
+        "signature",
+        "task",
+    )
 
     def __init__(self, task: str, codecs: dict[str, _Codec], parameters: Sequence[inspect.Parameter]) -> None:
         self.task = task
         self.signature = f"{task.rpartition('.')[2]}{_shown(parameters)}"
+        self._python = inspect.Signature(parameters)
         self._codecs = codecs
         self._encoders = {name: (codec.encode, (None, name, 0)) for name, codec in codecs.items()}
         self._decoders = {name: (codec.decode, (None, name, 0)) for name, codec in codecs.items()}
@@ -190,6 +200,12 @@ class Parameters:
         except RecursionError:
             _refuse((None, name, 0), "nested too deeply, or contains itself; flatten it")
         return Encoded(content)
+
+    def bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> inspect.BoundArguments:
+        """The arguments of a call that fits, with the defaults of today."""
+        bound = self._python.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound
 
     def _bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
         if len(args) > len(self._positional):

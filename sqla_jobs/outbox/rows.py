@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 from sqlalchemy import (
@@ -41,12 +42,15 @@ from sqla_jobs.errors import ConfigurationError, SqlaJobsError
 from sqla_jobs.models import LIVE_KEYS, JobMixin, own_columns
 from sqla_jobs.outbox.handles import Enqueued
 
-__all__ = ["Row", "connection_of", "select_statement", "write_rows"]
+__all__ = ["WITHOUT_WAKE_UP", "Row", "connection_of", "select_statement", "write_rows"]
 
 #: A statement takes at most so many rows: their arrays are in memory here, on the wire, and there.
 _CHUNK = 10_000
 #: So often a unique key may be taken and given back between our INSERT and our look at who has it.
 _TRIES = 20
+
+#: PREPARE TRANSACTION refuses a transaction that has sent a NOTIFY (manual: PREPARE TRANSACTION).
+WITHOUT_WAKE_UP = text("SELECT set_config('sqla_jobs.notify', 'off', true)")
 
 #: A call, its handle, and how its references become identities.
 Row = tuple[Call, Enqueued, Callable[[Reference], Json]]
@@ -70,8 +74,7 @@ def connection_of(session: Session, model: type[JobMixin]) -> Connection:
     """The session's connection for this table, in its transaction."""
     connection = session.connection(bind_arguments={"mapper": inspect(model)})
     if session.twophase:
-        # PREPARE TRANSACTION refuses a transaction that has sent a NOTIFY (manual: PREPARE TRANSACTION)
-        connection.execute(text("SELECT set_config('sqla_jobs.notify', 'off', true)"))
+        connection.execute(WITHOUT_WAKE_UP)
     return connection
 
 
@@ -327,12 +330,10 @@ def put_wide_statement(jobs: Table, names: tuple[str, ...], *, skips: bool) -> A
 
 
 def _put_wide(connection: Connection, jobs: Table, rows: Sequence[Row], always: dict[str, Any]) -> None:
-    """Those with values for the same columns together."""
-    by_names: dict[tuple[str, ...], list[tuple[Row, dict[str, Any]]]] = {}
-    for row in rows:
-        names, values = _wide(row, always)
-        by_names.setdefault(names, []).append((row, values))
-    for names, some in by_names.items():
+    """Neighbours with values for the same columns together: the ids are in the order of the calls."""
+    wide = [(row, *_wide(row, always)) for row in rows]
+    for names, together in groupby(wide, key=lambda each: each[1]):
+        some = [(row, values) for row, _, values in together]
         statement = put_wide_statement(jobs, names, skips=False)
         ids = connection.scalars(statement, [values for _, values in some]).all()
         for (row, _), id_ in zip(some, ids, strict=True):

@@ -14,7 +14,14 @@ from typing import Any
 
 from sqlalchemy import Connection, CursorResult, Insert, event, inspect
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-from sqlalchemy.orm import Mapper, Session, SessionTransaction, UOWTransaction, scoped_session
+from sqlalchemy.orm import (
+    Mapper,
+    Session,
+    SessionTransaction,
+    UOWTransaction,
+    object_session,
+    scoped_session,
+)
 from sqlalchemy.sql.expression import SelectBase
 
 from sqla_jobs.core.call import Call, Options
@@ -23,7 +30,7 @@ from sqla_jobs.errors import ConfigurationError, SqlaJobsError
 from sqla_jobs.models import JobMixin, tables_of
 from sqla_jobs.outbox.entities import identity_of, is_pending, stored
 from sqla_jobs.outbox.handles import Enqueued, EnqueuedSelect
-from sqla_jobs.outbox.rows import connection_of, select_statement, write_rows
+from sqla_jobs.outbox.rows import WITHOUT_WAKE_UP, connection_of, select_statement, write_rows
 from sqla_jobs.outbox.selects import arguments_of
 
 __all__ = ["AnySession", "put", "put_many", "put_select"]
@@ -32,6 +39,7 @@ AnySession = Session | AsyncSession | scoped_session[Any] | async_scoped_session
 
 _PUTS = "sqla_jobs.puts"  # in session.info: what is not written yet, in its order
 _PUT = "_sqla_jobs_put"  # on the placeholder
+_FLUSHED = "_sqla_jobs_flushed"  # on the session: the rows of the flush under way are written
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +145,9 @@ def _hold(session: Session, it: _Put) -> None:
 def _during_flush(session: Session, it: _Put) -> None:
     """A call from a user's own flush listener: written at once, or with those that wait already."""
     puts: list[_Put] = session.info.get(_PUTS, [])
-    if puts or it.select is not None or _waits(session, it):
+    # a select sees what this flush writes: now, if that is done, or there is nothing (and no second event)
+    parked = it.select is not None and _FLUSHED not in session.__dict__ and _has_work(session)
+    if puts or parked or _waits(session, it):
         it.transaction = _transaction(session)
         puts.append(it)
         session.info[_PUTS] = puts
@@ -164,6 +174,7 @@ def _waits(session: Session, it: _Put) -> bool:
 
 @event.listens_for(Session, "before_flush")
 def _before_flush(session: Session, context: UOWTransaction, instances: object) -> None:
+    session.__dict__.pop(_FLUSHED, None)
     puts: list[_Put] | None = session.info.get(_PUTS)
     if not puts:
         return
@@ -187,20 +198,25 @@ def _selects_wait(session: Session, puts: Sequence[_Put]) -> bool:
     selects = [it for it in puts if it.select is not None]
     if not selects or any(it.put_off for it in selects):
         return False
-    ours = {it.placeholder for it in puts}
-    if not (
-        any(each not in ours for each in session.new)
-        or session.deleted
-        or any(session.is_modified(each) for each in session.dirty)
-    ):
+    if not _has_work(session):
         return False
     for it in selects:
         it.put_off = True
     return True
 
 
+def _has_work(session: Session) -> bool:
+    """Whether a flush writes anything but ours. By attribute, since an entity need not be hashable."""
+    return (
+        any(_PUT not in each.__dict__ for each in session.new)
+        or bool(session.deleted)
+        or any(session.is_modified(each) for each in session.dirty)
+    )
+
+
 @event.listens_for(Session, "after_flush")
 def _after_flush(session: Session, context: UOWTransaction) -> None:
+    session.__dict__[_FLUSHED] = True
     puts: list[_Put] | None = session.info.pop(_PUTS, None)
     if not puts:
         return
@@ -222,6 +238,9 @@ def _before_commit(session: Session) -> None:
 
 @event.listens_for(JobMixin, "before_insert", propagate=True)
 def _never_half_resolved(mapper: Mapper[Any], connection: Connection, target: JobMixin) -> None:
+    session = object_session(target)
+    if session is not None and session.twophase:
+        connection.execute(WITHOUT_WAKE_UP)
     if _PUT in target.__dict__:
         raise SqlaJobsError(
             "a job that was enqueued is about to be written without its arguments; this happens when a "
@@ -236,7 +255,7 @@ def _write(session: Session, puts: Sequence[_Put]) -> None:
     for it in puts:
         if it.calls:
             rows = by_model.setdefault(it.model, [])
-            rows += [(call, handle, identities) for call, handle in it.calls]
+            rows += [(call.keyed(), handle, identities) for call, handle in it.calls]
     for model, rows in by_model.items():
         write_rows(session, model, rows)
     for it in puts:

@@ -221,11 +221,16 @@ class Jobs:
     def find(self, session: "Session | scoped_session[Any] | Connection", job_id: int) -> JobRecord | None:
         """The job with this id, live or archived; None when there is none.
 
-        From async code: `await session.run_sync(jobs.find, job_id)`.
+        From async code: `await session.run_sync(jobs.find, job_id)`. Raises `ConfigurationError` for what is
+        no session, or no id.
         """
         if not isinstance(session, (Session, scoped_session, Connection)):
             raise ConfigurationError(
                 f"jobs.find takes a Session or a Connection, got {type(session).__name__}; "
                 "from async code: await session.run_sync(jobs.find, job_id)"
             )
+        if not isinstance(job_id, int) or isinstance(job_id, bool):
+            raise ConfigurationError(f"jobs.find takes the id of a job, an int, got {job_id!r}")
+        if not -(2**63) <= job_id < 2**63:
+            return None  # no row has it, and the database would end the caller's transaction
         return store_find.find(session, self.tables, job_id)

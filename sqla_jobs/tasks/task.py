@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -23,10 +23,13 @@ from typing import (
     overload,
 )
 
+from sqlalchemy import ClauseElement
+from sqlalchemy import inspect as sa_inspect
+
 from sqla_jobs import outbox
 from sqla_jobs.context import JobContext
 from sqla_jobs.core.call import Call, Options, check_name
-from sqla_jobs.core.payload import Converter, Parameters
+from sqla_jobs.core.payload import Converter, Encoded, Parameters
 from sqla_jobs.core.results import Results
 from sqla_jobs.core.retry import Retry
 from sqla_jobs.core.values import encode_values
@@ -83,9 +86,8 @@ class Task(Generic[P]):
         self.unique_key = unique_key
         self.is_async = inspect.iscoroutinefunction(function)
         self.takes_context = context_kind(function) is not None
-        self._parameters: Parameters | None = None
-        self._results: Results | None = None
-        self._takes_entities = False
+        # compiled at the first use, for all forms of it that `using` makes: they share this
+        self._compiled: dict[str, Any] = {"takes_entities": False}
 
     def __repr__(self) -> str:
         return f"<Task {self.kind}>"
@@ -97,30 +99,34 @@ class Task(Generic[P]):
     @property
     def parameters(self) -> Parameters:
         """How its arguments travel. Compiled at the first use: annotations may name what comes later."""
-        if self._parameters is None:
-            self._parameters = Parameters.of(
+        found: Parameters | None = self._compiled.get("parameters")
+        if found is None:
+            found = self._compiled["parameters"] = Parameters.of(
                 self.function,
                 skip_first=self.takes_context,
                 hooks=(self._entity_hook,),
                 localns=mapped_names(self.jobs.Job),
             )
-        return self._parameters
+        return found
 
     @property
     def results(self) -> Results:
         """How what it returns is stored, if `store_result` says so."""
-        if self._results is None:
-            self._results = Results.of(self.function, localns=mapped_names(self.jobs.Job))
-        return self._results
+        found: Results | None = self._compiled.get("results")
+        if found is None:
+            names = mapped_names(self.jobs.Job)
+            found = self._compiled["results"] = Results.of(self.function, localns=names)
+        return found
 
     @property
     def takes_entities(self) -> bool:
         """Whether an argument is a mapped instance, which the worker loads through the handler's session."""
-        return bool(self.parameters) and self._takes_entities
+        return bool(self.parameters) and self._compiled["takes_entities"]
 
     def _entity_hook(self, annotation: object) -> Converter | None:
         converter = outbox.entity_hook(annotation)
-        self._takes_entities = self._takes_entities or converter is not None
+        if converter is not None:
+            self._compiled["takes_entities"] = True
         return converter
 
     def call(self, *args: P.args, **kwargs: P.kwargs) -> Call:
@@ -129,14 +135,21 @@ class Task(Generic[P]):
         Raises `ArgumentError` when they do not fit the signature, `PayloadError` when one cannot travel.
         """
         encoded = self.parameters.encode(args, kwargs)
-        return Call(self.kind, encoded, self._options_for(args, kwargs), self.jobs.Job)
+        if callable(self.unique_key):
+            bound = self.parameters.bound(args, kwargs)
+            args, kwargs = bound.args, bound.kwargs  # type: ignore[assignment]
+        return self._call(encoded, args, kwargs)
 
-    def _options_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Options:
-        """Those of this task, with the unique key that its arguments make."""
+    def _call(self, encoded: Encoded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """With the unique key that its arguments make; later, while one of them has no identity yet."""
         key = self.unique_key
-        if key is None:
-            return self.options
-        return replace(self.options, unique_key=key(*args, **kwargs) if callable(key) else key)
+        if not callable(key):
+            options = self.options if key is None else replace(self.options, unique_key=key)
+            return Call(self.kind, encoded, options, self.jobs.Job)
+        call = Call(
+            self.kind, encoded, self.options, self.jobs.Job, partial(_made, key, self.kind, args, kwargs)
+        )
+        return call if outbox.has_pending(encoded.references) else call.keyed()
 
     def using(
         self,
@@ -191,8 +204,9 @@ class Task(Generic[P]):
 
     def _columns(self, columns: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
         users = {column.key for column in self.jobs.tables.jobs.c} - own_columns()
-        for name in columns:
+        for name, value in columns.items():
             if name in users:
+                self._check_column(name, value)
                 continue
             has = f"the columns of your own are {', '.join(sorted(users))}" if users else "it has none"
             if name in own_columns():
@@ -201,6 +215,32 @@ class Task(Generic[P]):
                 f"columns: {self.jobs.Job.__name__} has no column {name!r} of your own; {has}"
             )
         return tuple(columns.items())
+
+    def _check_column(self, name: str, value: object) -> None:
+        """What would end the caller's transaction in its flush is refused here."""
+        column = self.jobs.tables.jobs.c[name]
+        problem = None
+        if value is None and not column.nullable:
+            problem = "must not be null"
+        elif isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"):
+            problem = f"takes a value, not an expression of SQL ({type(value).__name__})"
+        elif sa_inspect(value, raiseerr=False) is not None:
+            problem = f"takes a value, not an entity ({type(value).__name__}): give its key"
+        elif isinstance(value, str) and "\0" in value:
+            problem = "holds U+0000, which PostgreSQL cannot store"
+        if problem:
+            raise ConfigurationError(f"columns: {name!r} of {self.jobs.Job.__name__} {problem}")
+
+
+def _made(key: Callable[..., str], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    try:
+        made = key(*args, **kwargs)
+    except Exception as error:
+        raise ConfigurationError(
+            f"the unique_key of task {kind} could not be made of its arguments: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return check_name("unique_key", made, longest=2000)
 
 
 def check_on_conflict(given: object) -> None:
@@ -264,7 +304,7 @@ class RemoteTask(Task[...]):
                 f"give its arguments by keyword, got {len(args)} without"
             )
         encoded = encode_values(kwargs, hooks=(outbox.entity_hook,))
-        return Call(self.kind, encoded, self._options_for((), kwargs), self.jobs.Job)
+        return self._call(encoded, (), kwargs)
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Not here."""

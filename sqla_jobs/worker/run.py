@@ -173,7 +173,11 @@ class Runner:
             if session is None:
                 if self._async_source is None:
                     raise ConfigurationError("ctx.session of an async handler needs async_engine= or a URL")
-                session = AsyncSession(sync_session_class=HandlerSession, source=self._async_source)
+                session = AsyncSession(
+                    sync_session_class=HandlerSession,
+                    source=self._async_source,
+                    expire_on_commit=False,  # an attribute read after a commit could not await its SELECT
+                )
                 inner = session.sync_session
                 assert isinstance(inner, HandlerSession)
                 run.session = inner

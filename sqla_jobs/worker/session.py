@@ -7,6 +7,7 @@ transaction begins at the first use. Does not judge, and does not know threads f
 functions run directly, or in the greenlet of an AsyncSession.
 """
 
+import re
 import threading
 import time
 from typing import Any
@@ -24,6 +25,17 @@ __all__ = ["HandlerSession", "abandon", "end_read", "settle_through"]
 
 #: The settle waits for its row: the worker's own prolongation may hold it for a moment.
 _LOCK_TIMEOUT = text("SELECT set_config('lock_timeout', '5s', true)")
+_OLD_LOCK_TIMEOUT = text("SELECT current_setting('lock_timeout')")
+_RESTORE_LOCK_TIMEOUT = text("SELECT set_config('lock_timeout', :before, true)")
+
+
+#: The verbs of a statement that writes, wherever a WITH has them; not those of a lock. A false alarm (the
+#: word as a name, in quotes) fails a job loudly that had closed its session, which it need not do.
+_WRITES = re.compile(
+    r"(?<!FOR )(?<!FOR NO KEY )\b(?:INSERT|UPDATE|DELETE|MERGE|COPY|TRUNCATE|CREATE|ALTER|DROP|CALL|DO|GRANT"
+    r"|REVOKE|REFRESH|LOCK|NOTIFY)\b",
+    re.IGNORECASE,
+)
 
 
 class HandlerSession(Session):
@@ -42,7 +54,7 @@ class HandlerSession(Session):
         self._wires = threading.Lock()
         self._begun: Transaction | None = None
         self._over = False
-        self._unsettled = False  # flushed since the last commit
+        self._unsettled = False  # written since the last commit, by whatever way
         self._discarded = False  # by a close() of the handler's
 
     def get_bind(self, *_: Any, **__: Any) -> Connection:
@@ -56,11 +68,13 @@ class HandlerSession(Session):
             if isinstance(self._source, Connection):
                 self._begun = self._source.begin_nested()
                 self.outer = self._source
+                event.listen(self.outer, "after_cursor_execute", self._sent)
                 return self.outer
             # READ COMMITTED whatever the engine says: above it, one prolongation of the lease makes the
             # settle fail for ever; under AUTOCOMMIT a lost lease would roll nothing back
             connection = self._source.connect().execution_options(isolation_level="READ COMMITTED")
             self._begun = connection.begin()
+            event.listen(connection, "after_cursor_execute", self._sent)
             with self._wires:
                 self.outer, self._driver = connection, driver_of(connection)
         return self.outer
@@ -80,9 +94,27 @@ class HandlerSession(Session):
 
     def close(self) -> None:
         """Closing it is allowed; closing it on work that is not committed would lose that in silence."""
+        self._notice_loss()
+        super().close()
+
+    def reset(self) -> None:
+        """The same."""
+        self._notice_loss()
+        super().reset()
+
+    def _notice_loss(self) -> None:
         if not self._over and (self._unsettled or self.new or self.deleted or self._has_changes()):
             self._discarded = True
-        super().close()
+
+    def _sent(self, _c: object, _cursor: object, statement: str, *_: object) -> None:
+        """After every statement on its connection: Core, text, bulk and enqueues tell the session nothing."""
+        if not self._unsettled and _WRITES.search(statement):
+            self._unsettled = True
+
+    @property
+    def on_given_connection(self) -> bool:
+        """Whether somebody else goes on with its transaction."""
+        return isinstance(self._source, Connection)
 
     def _has_changes(self) -> bool:
         return any(self.is_modified(each) for each in self.dirty)
@@ -123,13 +155,9 @@ class HandlerSession(Session):
         finally:
             with self._wires:  # not earlier: a commit may wait; not later: in the pool it is somebody else's
                 self.outer = self._begun = self._driver = self.opened = None
+            event.remove(outer, "after_cursor_execute", self._sent)
             if outer is not self._source:
                 outer.close()
-
-
-@event.listens_for(HandlerSession, "after_flush")
-def _flushed(session: HandlerSession, context: object) -> None:
-    session._unsettled = True
 
 
 @event.listens_for(HandlerSession, "after_transaction_end")
@@ -166,8 +194,11 @@ def settle_through(
         session.close()
         return None
     session.settling = time.monotonic()
+    before = outer.scalar(_OLD_LOCK_TIMEOUT) if session.on_given_connection else None
     outer.execute(_LOCK_TIMEOUT)
     settled = settle_within(outer, tables, entry, retention=retention)
+    if settled is not None and session.on_given_connection:  # its owner goes on with it
+        outer.execute(_RESTORE_LOCK_TIMEOUT, {"before": before})
     if settled is None:
         abandon(session)
         return Settled(stale=[entry])

@@ -36,9 +36,19 @@ def run_next(
     like. An async handler needs `await async_connection.run_sync(run_next, jobs)`. Jobs enqueued in the
     same transaction are seen. What the handler raises becomes its verdict, as in the worker.
 
-    Raises `AppError` for a job whose kind is not registered, `ConfigurationError` for an async handler
-    outside `run_sync`, `LeaseLost` when the handler itself took its job away.
+    Raises `AppError` for a job whose kind is not registered, `ConfigurationError` for what is no connection
+    with a transaction and for an async handler outside `run_sync`, `LeaseLost` when the handler itself took
+    its job away.
     """
+    if not isinstance(connection, Connection):
+        raise ConfigurationError(
+            f"run_next takes a Connection, got {type(connection).__name__}: session.connection() has one, "
+            "and engine.begin() makes one"
+        )
+    if getattr(connection.connection.dbapi_connection, "autocommit", False):
+        raise ConfigurationError(
+            "run_next needs a transaction to run in, and this connection is in AUTOCOMMIT: leave that out"
+        )
     owner = f"single:{os.getpid()}:{uuid4().hex[:12]}"
     names = queue_names(queues, (task.options.queue for task in jobs.tasks.values()))
     with connection.begin_nested():

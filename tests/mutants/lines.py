@@ -194,8 +194,8 @@ LINES: tuple[Mutant, ...] = (
            _postgres("archive", "a_dead_letter_that_somebody_holds_is_left_and_nothing_waits")),
     # -- outbox
     Mutant("a listener's call does not wait for its entity", 1, _O + "session.py",
-           "    if puts or it.select is not None or _waits(session, it):",
-           "    if puts or it.select is not None:",
+           "    if puts or parked or _waits(session, it):",
+           "    if puts or parked:",
            _postgres("outbox", "a_call_in_a_session_listener_is_written_once_and_whole")),
     Mutant("a placeholder that comes back is written empty", 1, _O + "session.py",
            "    if _PUT in target.__dict__:",
