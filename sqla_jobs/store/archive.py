@@ -24,7 +24,7 @@ from sqlalchemy import (
 from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.models import Tables
-from sqla_jobs.store.door import is_rows_fault
+from sqla_jobs.store.door import may_blame_a_row
 from sqla_jobs.store.halves import by_halves
 from sqla_jobs.store.parts import IDS, LIMIT, STATEMENT_TIME, status
 
@@ -102,7 +102,7 @@ def purge(
             result: CursorResult[Any] = connection.execute(purge_statement(table, state), given)
             purged.counts[state] = result.rowcount
         except Exception as error:
-            if not is_rows_fault(error):
+            if not may_blame_a_row(error):
                 raise
             _purge_apart(connection, table, state, given, purged)
     return purged

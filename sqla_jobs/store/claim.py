@@ -39,6 +39,7 @@ from sqlalchemy import (
 from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.models import Tables
+from sqla_jobs.store.door import brief, may_blame_a_row
 from sqla_jobs.store.halves import by_halves
 from sqla_jobs.store.parts import (
     CLOCK,
@@ -187,17 +188,31 @@ def claim_apart(
 
     Looks at 100 rows at most. When it raises, jobs may be claimed that nobody was told of: `release_unknown`.
     """
-    given = {"q": queue, "limit": min(limit, _LOOK), "prefetch": prefetch, "ids": list(beside)}
+    given = {"q": queue, "limit": _LOOK, "prefetch": prefetch, "ids": list(beside)}
     candidates = connection.scalars(_best(tables.jobs, Which.BESIDE), given).all()
-    if not candidates:
-        return Apart()
 
     def write(part: Sequence[int]) -> list[ClaimedJob]:
         these = {"limit": len(part), "prefetch": prefetch, "ids": list(part)}
         return _claim(connection, tables, Which.AMONG, queue, owner, lease, these)
 
-    claimed, refused = by_halves(write, candidates)
-    return Apart(sorted((job for _, jobs in claimed for job in jobs), key=_claim_order), refused)
+    apart, doubtful = Apart(), []
+    for start in range(0, len(candidates), limit):
+        part = candidates[start : start + limit]
+        try:
+            claimed, refused = by_halves(write, part)
+        except Exception as error:
+            if not may_blame_a_row(error):
+                raise
+            doubtful.append((part, error))  # the next may tell whose fault it is
+            continue
+        apart.jobs += sorted((job for _, jobs in claimed for job in jobs), key=_claim_order)
+        apart.refused += refused
+        if apart.jobs:
+            break
+    if doubtful and not apart.jobs:
+        raise doubtful[0][1]
+    apart.refused += [(id_, brief(error)) for part, error in doubtful for id_ in part]
+    return apart
 
 
 def _claim(
@@ -264,20 +279,29 @@ def next_due_in(connection: Connection, tables: Tables, *, queue: str) -> float 
     return None if seconds is None else max(0.0, float(seconds))
 
 
+def _unknown(c: Any) -> Any:
+    return and_(
+        c.queue == QUEUE,
+        c.status == RUNNING,
+        c.locked_by == OWNER,
+        # to give it back would run it once more: its rescue cancels it
+        c.cancel_requested_at.is_(None),
+    )
+
+
+@cache
+def unknown_statement(jobs: Table) -> Executable:
+    """Rows that run under our name, but for those we know of."""
+    return select(jobs.c.id).where(_unknown(jobs.c), jobs.c.id != func.all(IDS))
+
+
 @cache
 def release_unknown_statement(jobs: Table) -> Executable:
-    """Rows that run under our name although no answer ever told us of them."""
+    """Give back what runs under our name although no answer ever told us of it."""
     c = jobs.c
     unknown = (
         select(c.id)
-        .where(
-            c.queue == QUEUE,
-            c.status == RUNNING,
-            c.locked_by == OWNER,
-            c.id != func.all(IDS),
-            # to give it back would run it once more: its rescue cancels it
-            c.cancel_requested_at.is_(None),
-        )
+        .where(_unknown(c), c.id == func.any(IDS))
         .order_by(c.id)
         .with_for_update(skip_locked=True, key_share=True)
         .cte("unknown")
@@ -302,8 +326,18 @@ def release_unknown_statement(jobs: Table) -> Executable:
 def release_unknown(
     connection: Connection, tables: Tables, *, queue: str, owner: str, known: Iterable[int]
 ) -> int:
-    """After a claim whose answer was lost: give back what it took. Returns how many jobs that were."""
-    row = connection.execute(
-        release_unknown_statement(tables.jobs), {"q": queue, "owner": owner, "ids": list(known)}
-    ).one()
-    return int(row[0])
+    """After a claim whose answer was lost: give back what it took; for AUTOCOMMIT. Returns how many jobs.
+
+    What the database lets nobody give back is left to its rescue.
+    """
+    ours = {"q": queue, "owner": owner}
+    unknown = connection.scalars(unknown_statement(tables.jobs), ours | {"ids": list(known)}).all()
+    if not unknown:
+        return 0
+
+    def write(part: Sequence[int]) -> int:
+        row = connection.execute(release_unknown_statement(tables.jobs), ours | {"ids": list(part)}).one()
+        return int(row[0])
+
+    released, _ = by_halves(write, unknown)
+    return sum(count for _, count in released)

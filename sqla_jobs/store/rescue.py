@@ -33,7 +33,8 @@ from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import JobStatus
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.models import Tables
-from sqla_jobs.store.door import brief, is_rows_fault
+from sqla_jobs.store.answers import UNCHANGED, Answer, answer_of, told
+from sqla_jobs.store.door import brief, may_blame_a_row
 from sqla_jobs.store.halves import by_halves
 from sqla_jobs.store.parts import CLOCK, IDS, LIMIT, QUEUE, STATEMENT_TIME, archived, status
 
@@ -135,7 +136,7 @@ def cancel_late_statement(tables: Tables) -> Executable:
         )
         .cte("gone")
     )
-    return select(func.array_agg(late.c.id)).add_cte(archived(tables, gone).cte("moved"))
+    return select(*told(late, select(gone.c.id))).add_cte(archived(tables, gone).cte("moved"))
 
 
 @cache
@@ -217,13 +218,14 @@ def _cancel_late(
 ) -> None:
     keeps = {"keep_done": retention.keeps_done, "keep_cancelled": retention.keeps_cancelled}
 
-    def cancel(part: Sequence[tuple[int, str]]) -> list[int]:
+    def cancel(part: Sequence[tuple[int, str]]) -> Answer:
         given = {"q": queue, "ids": [id_ for id_, _ in part]}
-        return connection.scalar(cancel_late_statement(tables), given | keeps) or []
+        return answer_of(connection.execute(cancel_late_statement(tables), given | keeps))
 
     cancelled, refused = by_halves(cancel, late)
-    for _, ids in cancelled:
-        expired.cancelled += ids
+    for part, answer in cancelled:
+        expired.cancelled += answer.ids
+        refused += [(each, UNCHANGED) for each in part if each[0] in answer.unchanged]
     for each, _ in refused:
         _cancel_in_place(connection, tables, each, queue, expired)
 
@@ -234,8 +236,12 @@ def _cancel_in_place(
     id_, kind = late
     try:
         statement = cancel_late_in_place_statement(tables.jobs)
-        expired.cancelled += connection.scalars(statement, {"q": queue, "ids": [id_]})
+        cancelled = connection.scalars(statement, {"q": queue, "ids": [id_]}).all()
     except Exception as error:
-        if not is_rows_fault(error):
+        if not may_blame_a_row(error):
             raise
         expired.refused.append(Refused(id_, kind, brief(error)))
+        return
+    expired.cancelled += cancelled
+    if not cancelled:  # or somebody holds it: the next pass finds it again
+        expired.refused.append(Refused(id_, kind, UNCHANGED))

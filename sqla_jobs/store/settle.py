@@ -39,8 +39,10 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqla_jobs.core.leases import Lease
 from sqla_jobs.core.lifecycle import JobStatus, Verdict
 from sqla_jobs.core.retention import Retention
+from sqla_jobs.errors import SqlaJobsError
 from sqla_jobs.models import Tables
-from sqla_jobs.store.door import brief, is_rows_fault
+from sqla_jobs.store.answers import UNCHANGED, Answer, answer_of, told
+from sqla_jobs.store.door import brief, is_retryable, may_blame_a_row
 from sqla_jobs.store.halves import by_halves
 from sqla_jobs.store.parts import (
     CLOCK,
@@ -69,6 +71,8 @@ Entry = tuple[Lease, Verdict]
 
 # plain text: the end of the transaction ends it too, and no object of SQLAlchemy's must be told
 _SAVEPOINT, _BACK_TO_IT = text("SAVEPOINT sqla_jobs"), text("ROLLBACK TO SAVEPOINT sqla_jobs")
+#: A deferred foreign key to the job would be looked at by the COMMIT, when there is no way back.
+_CHECK_NOW = text("SET CONSTRAINTS ALL IMMEDIATE")
 
 
 @dataclass(slots=True)
@@ -138,7 +142,7 @@ def done_statement(tables: Tables, *, wait: bool) -> Executable:
         )
         .cte("gone")
     )
-    return select(func.array_agg(held.c.id)).add_cte(archived(tables, gone).cte("moved"))
+    return select(*told(held, select(gone.c.id))).add_cte(archived(tables, gone).cte("moved"))
 
 
 @cache
@@ -201,7 +205,8 @@ def mixed_statement(tables: Tables, *, expired: bool, wait: bool, in_place: bool
     )
     moved = archived(tables, gone).cte("moved")
     stayed = _stayed(jobs, held, archives, log=log)
-    return select(func.array_agg(held.c.id), announced(stayed)).add_cte(moved)
+    written = select(gone.c.id).union_all(select(stayed.c.id))
+    return select(*told(held, written), announced(stayed)).add_cte(moved)
 
 
 def _logged(jobs: Table, held: Any, *, lost: bool) -> Any:
@@ -232,7 +237,8 @@ def _stayed(jobs: Table, held: Any, archives: Any, *, log: Any) -> Any:
         .where(c.queue == QUEUE, c.id == held.c.id, ~archives)
         .values(
             status=held.c.final,
-            attempts=c.attempts + held.c.given_back,
+            # whoever sets attempts by hand must not keep the job from its end
+            attempts=func.greatest(c.attempts + held.c.given_back, literal_column("0")),
             run_at=case((held.c.final == READY, run_at), else_=c.run_at),
             locked_by=None,
             locked_until=None,
@@ -278,6 +284,12 @@ def settle(
     written by an earlier call whose answer was lost, or stale. A value that the database refuses costs
     its own row only: the batch is halved until it is found. Raises what the connection raises.
     """
+    if len({lease.id for lease, _ in entries}) < len(entries):  # two attempts of one job, both ours
+        places = {lease.id: place for place, (lease, _) in reversed([*enumerate(entries)])}
+        first = [entries[place] for place in places.values()]
+        later = [each for place, each in enumerate(entries) if places[each[0].id] != place]
+        options: dict[str, Any] = {"retention": retention, "answer_lost": answer_lost}
+        return settle(connection, tables, first, **options).add(settle(connection, tables, later, **options))
     queue = entries[0][0].queue
     simple = all(_is_simple(verdict) for _, verdict in entries)
     statement = (
@@ -287,13 +299,17 @@ def settle(
     missing: list[Entry] = []
     write = partial(_write, connection, statement, retention, simple)
     written, refused = by_halves(write, entries)
-    for part, ids in written:
-        if len(ids) == len(part):
+    for part, answer in written:
+        if len(answer.ids) == len(part):
             settled.written += part
-        else:
-            found = set(ids)
-            settled.written += [entry for entry in part if entry[0].id in found]
-            missing += [entry for entry in part if entry[0].id not in found]
+            continue
+        for entry in part:
+            if entry[0].id in answer.ids:
+                settled.written.append(entry)
+            elif entry[0].id in answer.unchanged:
+                refused.append((entry, UNCHANGED))
+            else:
+                missing.append(entry)
     for entry, error in refused:
         _settle_in_place(connection, tables, entry, error, settled, retention)
     if missing:
@@ -316,14 +332,20 @@ def _settle_in_place(
     Tried for every verdict: a cancel request, known to the database alone, may have made it final.
     """
     statement = mixed_statement(tables, expired=expired, wait=False, in_place=True)
-    written, refused = by_halves(partial(_write, connection, statement, retention, False), [entry])
-    settled.refused += refused
-    for _, ids in written:
-        if ids:
-            settled.written.append(entry)
-            settled.kept.append((entry, error))
-        else:
-            settled.busy.append(entry)  # held or lost in this moment: the next try looks
+    try:  # it has been found already that it is this row
+        answer = _write(connection, statement, retention, False, [entry])
+    except Exception as refusal:
+        if not may_blame_a_row(refusal):
+            raise
+        settled.refused.append((entry, brief(refusal)))
+        return
+    if answer.ids:
+        settled.written.append(entry)
+        settled.kept.append((entry, error))
+    elif answer.unchanged:
+        settled.refused.append((entry, UNCHANGED))
+    else:
+        settled.busy.append(entry)  # held or lost in this moment: the next try looks
 
 
 def settle_within(
@@ -341,15 +363,27 @@ def settle_within(
     )
     connection.execute(_SAVEPOINT)
     try:
-        ids = connection.scalar(statement, _parameters([entry], retention, simple=simple))
+        answer = _write(connection, statement, retention, simple, [entry])
+        connection.execute(_CHECK_NOW)
+        if not answer.unchanged:
+            return Settled(written=[entry]) if answer.ids else None
+        reason = UNCHANGED
     except Exception as error:
-        if not is_rows_fault(error):
+        if is_retryable(error):
+            connection.execute(_BACK_TO_IT)  # the caller may try it once more
+            raise
+        if not may_blame_a_row(error):
             raise
         connection.execute(_BACK_TO_IT)
-        statement = mixed_statement(tables, expired=False, wait=True, in_place=True)
-        ids = connection.scalar(statement, _parameters([entry], retention, simple=False))
-        return Settled(written=[entry], kept=[(entry, brief(error))]) if ids else None
-    return Settled(written=[entry]) if ids else None
+        reason = brief(error)
+    else:
+        connection.execute(_BACK_TO_IT)
+    statement = mixed_statement(tables, expired=False, wait=True, in_place=True)
+    answer = _write(connection, statement, retention, False, [entry])
+    connection.execute(_CHECK_NOW)  # what still fails here is the handler's own work
+    if answer.unchanged:
+        raise SqlaJobsError(f"job {entry[0].id} cannot be settled: {UNCHANGED}")
+    return Settled(written=[entry], kept=[(entry, reason)]) if answer.ids else None
 
 
 def settle_expired(
@@ -363,9 +397,9 @@ def settle_expired(
     settled = Settled()
     statement = mixed_statement(tables, expired=True, wait=False)
     written, refused = by_halves(partial(_write, connection, statement, retention, False), entries)
-    for part, ids in written:
-        found = set(ids)
-        settled.written += [entry for entry in part if entry[0].id in found]
+    for part, answer in written:
+        settled.written += [entry for entry in part if entry[0].id in answer.ids]
+        refused += [(entry, UNCHANGED) for entry in part if entry[0].id in answer.unchanged]
     for entry, error in refused:
         _settle_in_place(connection, tables, entry, error, settled, retention, expired=True)
     return settled
@@ -381,9 +415,8 @@ def _write(
     retention: Retention,
     simple: bool,
     entries: Sequence[Entry],
-) -> list[int]:
-    """The ids of those that were still whose they were."""
-    return connection.scalar(statement, _parameters(entries, retention, simple=simple)) or []
+) -> Answer:
+    return answer_of(connection.execute(statement, _parameters(entries, retention, simple=simple)))
 
 
 def _parameters(entries: Sequence[Entry], retention: Retention, *, simple: bool) -> dict[str, object]:

@@ -21,7 +21,7 @@ from sqla_jobs.errors import ConnectionLost
 from sqla_jobs.events import Events
 from sqla_jobs.models import Tables
 from sqla_jobs.store.claim import Apart, ClaimedJob, claim, claim_apart, next_due_in, release_unknown
-from sqla_jobs.store.door import Lane, brief, is_rows_fault
+from sqla_jobs.store.door import Lane, brief, may_blame_a_row
 
 __all__ = ["Claims"]
 
@@ -100,7 +100,7 @@ class Claims:
                     more = await self._lane.run(partial(claim, **these), deadline=self._deadline)
                     return jobs + more, False
                 except Exception as error:
-                    if not is_rows_fault(error):
+                    if not may_blame_a_row(error):
                         raise
                 apart = await self._take_apart(step.queue, these)
             except Exception as error:
@@ -160,7 +160,7 @@ class Claims:
         try:
             released = await self._lane.run(verb, deadline=self._deadline)
         except Exception as error:
-            if not is_rows_fault(error):
+            if not may_blame_a_row(error):
                 raise
             # nobody may give it back: its lease ends, and the rescue finds a way or says which job it is
             self._events.emit("database.error", operation="release", error=brief(error), retry_in=0.0)
@@ -169,6 +169,16 @@ class Claims:
             del self._orphans[queue]
         if released:
             self._events.emit("job.released", jobs=released, reason="the answer to their claim was lost")
+
+    async def give_back_orphans(self) -> None:
+        """At the end: what a claim took whose answer was lost would wait for its lease, and be charged."""
+        for queue, due in list(self._orphans.items()):
+            due[0] = 0.0
+            try:
+                async with self._lock:
+                    await self._release_orphans(queue)
+            except Exception as error:
+                self._events.emit("database.error", operation="release", error=brief(error), retry_in=None)
 
     async def _look_ahead(self, queue: str) -> float | None:
         """Seconds until the next job of a queue becomes due, for those that no wake-up told of."""

@@ -43,6 +43,9 @@ _LONG = 10
 _SESSION_LONG = 60.0
 
 
+_NOT_WRITABLE = "its outcome cannot be written"
+
+
 class Custody:
     """From the claim to the settled outcome. Lives in the loop; told of some things by other threads."""
 
@@ -189,7 +192,13 @@ class Custody:
             self._events.emit("job.settled", settled=written)
         for job in stale:
             if job.lease not in self._reported:
-                self._tell_lost(job, "taken over before its outcome was written")
+                refused = job.lease in self.settler.given_up
+                why = (
+                    "its outcome cannot be written"
+                    if refused
+                    else "taken over before its outcome was written"
+                )
+                self._tell_lost(job, why)
         if self._reported:
             self._reported.difference_update([job.lease for job, _ in written], [job.lease for job in stale])
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 import traceback
 from contextlib import suppress
+from typing import Any
 
 __all__ = ["describe", "forget_frames", "storable"]
 
@@ -21,7 +22,7 @@ def describe(error: BaseException) -> str:
         head += [f"  in it: {_headline(leaf, _LINE)}" for leaf in _leaves(error)]
         head += [f"  from: {line}" for line in _causes(error)]
     try:
-        frames = traceback.extract_tb(error.__traceback__)
+        frames = traceback.extract_tb(_of(error, "__traceback__"))
         # the frames of the worker itself say nothing about the failure
         own = [frame for frame in frames if "/sqla_jobs/worker/" not in frame.filename.replace("\\", "/")]
         lines = traceback.format_list(own[-_FRAMES:])
@@ -67,7 +68,15 @@ def _causes(error: BaseException) -> list[str]:
 
 
 def _cause(error: BaseException) -> BaseException | None:
-    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    cause: BaseException | None = _of(error, "__cause__")
+    context: BaseException | None = _of(error, "__context__")
+    return cause if cause is not None or _of(error, "__suppress_context__") else context
+
+
+def _of(error: BaseException, name: str) -> Any:
+    """An attribute as BaseException has it: a class of a user's may say anything, and its `bool` too."""
+    found: Any = vars(BaseException)[name]
+    return found.__get__(error)
 
 
 def forget_frames(error: BaseException | None) -> None:
@@ -75,13 +84,15 @@ def forget_frames(error: BaseException | None) -> None:
 
     Exceptions and their frames hold each other, so that all of it would stay until the next full collection.
     """
-    for _ in range(_CHAIN):
-        if error is None:
-            return
-        with suppress(Exception):
-            traceback.clear_frames(error.__traceback__)
-            error.__traceback__ = None  # one that is raised again and again would add to it without end
-        error = error.__cause__ or error.__context__
+    with suppress(BaseException):  # called where nothing may be raised
+        for _ in range(_CHAIN):
+            if error is None:
+                return
+            traceback.clear_frames(_of(error, "__traceback__"))
+            # one that is raised again and again would add to it without end
+            vars(BaseException)["__traceback__"].__set__(error, None)
+            cause = _of(error, "__cause__")
+            error = _of(error, "__context__") if cause is None else cause
 
 
 def storable(text: str) -> str:

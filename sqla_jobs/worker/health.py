@@ -4,6 +4,7 @@ Never ask the database: a probe that does restarts every worker when the databas
 the loop tells them, and notice when it tells nothing any more. No metrics, no payloads, nothing to change.
 """
 
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +30,10 @@ def address(text: str) -> tuple[str, int]:
     if not port.isdecimal() or not int(port) < 2**16:
         raise ConfigurationError(f"health_bind {text!r} is no address: write 9090, or 0.0.0.0:9090")
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+class _SixServer(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
 
 
 class Health:
@@ -64,7 +69,7 @@ class Health:
                 """Probes come every few seconds."""
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = (_SixServer if ":" in host else ThreadingHTTPServer)((host, port), Handler)
         except OSError as error:
             raise ConfigurationError(f"health_bind {bind!r} cannot be bound: {error.strerror}") from error
         self.port: int = self._server.server_address[1]

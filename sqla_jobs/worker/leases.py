@@ -134,7 +134,7 @@ class LeaseKeeper:
     def _in_thread(self, engine: Engine) -> None:
         lane = SyncLane(engine)
         with suppress(Exception):
-            lane.run(connect_only)  # connect now: later the pool may be full of handlers' sessions
+            self._on(lane, connect_only)  # now: later the pool may be full of handlers' sessions
         while not self._stopped:
             self._changed.wait(self._pause())
             self._changed.clear()

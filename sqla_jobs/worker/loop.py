@@ -137,6 +137,9 @@ class Worker:
         self._quiet = False
         self._recycled = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._over: float | None = None  # when the stop must be over
+        #: After `run`: something still waits for a dead connection. A process that ends need not wait for it.
+        self.left_behind = False
 
     # -- from outside
 
@@ -170,10 +173,28 @@ class Worker:
                 beats = asyncio.create_task(self._beat(self._health), name="sqla_jobs health")
                 stack.callback(beats.cancel)
             try:
-                await self._reach_database()
+                if not await self._reached_before_a_stop():
+                    return self._code(CLEAN)
                 return await self._work()
             finally:
                 await self._close()
+
+    async def _reached_before_a_stop(self) -> bool:
+        """Whether the database was reached; a connect under way on a silent host is not waited for then."""
+        reaching = asyncio.ensure_future(self._reach_database())
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({reaching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if reaching.done():
+                reaching.result()
+                return True
+            self.left_behind = True
+            self._over = time.monotonic()
+            return False
+        finally:
+            stopping.cancel()
+            if not reaching.done():
+                reaching.cancel()
 
     async def _beat(self, health: Health) -> None:
         while True:
@@ -218,8 +239,7 @@ class Worker:
     # -- start
 
     def _begin(self) -> None:
-        self._over: float | None = None  # when the stop must be over
-        #: After `run`: something still waits for a dead connection. A process that ends need not wait for it.
+        self._over = None
         self.left_behind = False
         self._loop = asyncio.get_running_loop()
         settings = self._settings
@@ -466,6 +486,9 @@ class Worker:
         await custody.settled(_until(drained_at), forced=self._forced)
         # a claim under way ends; what it brings is given back
         await asyncio.wait({claims}, timeout=1.0 if self._forced.is_set() else _until(over - 1.5))
+        if claims.done():
+            orphans = asyncio.ensure_future(self._claims.give_back_orphans())
+            await asyncio.wait({orphans}, timeout=1.0 if self._forced.is_set() else _until(over - 1.5))
         if custody.held:
             await custody.end()
             await custody.flush(_until(over - 1.5))

@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Run a worker as parsed arguments say, until it ends; the exit code."""
     # taken out: what a handler starts is not supervised by whoever supervises us
-    pipe = os.environ.pop(SUPERVISED, "")
+    pipe, _, quiet = os.environ.pop(SUPERVISED, "").partition(" ")
     try:
         options = resolved(arguments, os.environ)
         configure(level=options["log_level"], form=options["log_format"])
@@ -67,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
             return _supervise(arguments, options, events)
         worker, source = make_worker(options, events=events)
         logging.getLogger("sqla_jobs").info("database", extra={"fields": {"url": source}})
+        if quiet:
+            worker.quiet()
         return _check(worker) if arguments.check else _run(worker, pipe)
     except SqlaJobsError as error:
         sys.stderr.write(f"sqla_jobs worker: {error}\n")
@@ -116,9 +119,17 @@ async def _until_signalled(worker: Worker, pipe: str) -> int:
         loop = asyncio.get_running_loop()
         loop.add_reader(int(pipe), _orphaned, loop, int(pipe), worker)
     code = await worker.run()
-    if code != CLEAN or worker.left_behind:
+    if code != CLEAN or worker.left_behind or not await _threads_have_ended():
         _leave(code)
     return code
+
+
+async def _threads_have_ended() -> bool:
+    """Whether Python's own farewell would wait for nobody: a thread of a handler's own, say in to_thread."""
+    executor = asyncio.ensure_future(asyncio.get_running_loop().shutdown_default_executor())
+    await asyncio.wait({executor}, timeout=0.5)
+    others = {thread for thread in threading.enumerate() if not thread.daemon} - {threading.main_thread()}
+    return executor.done() and not others
 
 
 def _listen(worker: Worker) -> None:

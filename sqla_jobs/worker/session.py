@@ -10,6 +10,7 @@ functions run directly, or in the greenlet of an AsyncSession.
 import re
 import threading
 import time
+from itertools import count
 from typing import Any
 
 from sqlalchemy import Connection, Engine, NestedTransaction, Transaction, event, text
@@ -18,13 +19,14 @@ from sqlalchemy.orm import Session, SessionTransaction
 from sqla_jobs.core.retention import Retention
 from sqla_jobs.errors import SqlaJobsError
 from sqla_jobs.models import Tables
-from sqla_jobs.store.door import cut, driver_of, told_pid
+from sqla_jobs.store.door import cut, driver_of, is_retryable, told_pid
 from sqla_jobs.store.settle import Entry, Settled, settle_within
 
 __all__ = ["HandlerSession", "abandon", "end_read", "settle_through"]
 
 #: The settle waits for its row: the worker's own prolongation may hold it for a moment.
 _LOCK_TIMEOUT = text("SELECT set_config('lock_timeout', '5s', true)")
+_TRIES = 12
 _OLD_LOCK_TIMEOUT = text("SELECT current_setting('lock_timeout')")
 _RESTORE_LOCK_TIMEOUT = text("SELECT set_config('lock_timeout', :before, true)")
 
@@ -196,7 +198,7 @@ def settle_through(
     session.settling = time.monotonic()
     before = outer.scalar(_OLD_LOCK_TIMEOUT) if session.on_given_connection else None
     outer.execute(_LOCK_TIMEOUT)
-    settled = settle_within(outer, tables, entry, retention=retention)
+    settled = _settled(session, outer, tables, entry, retention)
     if settled is not None and session.on_given_connection:  # its owner goes on with it
         outer.execute(_RESTORE_LOCK_TIMEOUT, {"before": before})
     if settled is None:
@@ -207,6 +209,20 @@ def settle_through(
     session.finish()
     session.close()
     return settled
+
+
+def _settled(
+    session: HandlerSession, outer: Connection, tables: Tables, entry: Entry, retention: Retention
+) -> Settled | None:
+    """Its row may be held for a while; until its lease ends, when it is cut, that is worth waiting for."""
+    for attempt in count(1):
+        session.settling = time.monotonic()  # the server has answered: the network is there
+        try:
+            return settle_within(outer, tables, entry, retention=retention)
+        except Exception as error:
+            if not is_retryable(error) or attempt == _TRIES:
+                raise
+    raise AssertionError("unreachable")
 
 
 def abandon(session: HandlerSession) -> None:

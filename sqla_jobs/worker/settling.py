@@ -6,6 +6,7 @@ has answered for it: written, or stale. Nothing is given up because a connection
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
@@ -56,6 +57,8 @@ class Settler:
         self._jobs: dict[Lease, ClaimedJob] = {}
         self._unanswered: set[Lease] = set()
         self._more = asyncio.Event()
+        #: The latest whose outcome the database refuses in every form.
+        self.given_up: deque[Lease] = deque(maxlen=10_000)
         self._waiting = 0
         self._closing = False
         self._gave_up = False
@@ -67,8 +70,8 @@ class Settler:
         self._more.set()
 
     def leases(self) -> Iterable[Lease]:
-        """Those whose outcome is not written yet."""
-        return self._jobs
+        """Those whose outcome is not written yet, or can never be: none of them is to be given back unrun."""
+        return (*self._jobs, *self.given_up)
 
     def close(self, *, give_up: bool = False) -> None:
         """End when everything is written; with `give_up`, when the next try fails."""
@@ -156,7 +159,8 @@ class Settler:
             if degraded != verdict:
                 self._outcomes.append((lease, degraded))
             else:
-                settled.stale.append((lease, verdict))  # nothing is left to try: the lease will run out
+                self.given_up.append(lease)  # nothing is left to try: the lease will run out
+                settled.stale.append((lease, verdict))
         # one that was put back while it was busy is answered twice
         written = [
             (self._jobs.pop(lease), verdict) for lease, verdict in settled.written if lease in self._jobs

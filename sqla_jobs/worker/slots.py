@@ -18,6 +18,8 @@ __all__ = ["Slots"]
 
 #: A consumer gives the loop a chance after so many jobs that never waited for anything.
 _YIELD_EVERY = 64
+#: Seconds until the system is asked for a thread again that it had not.
+_NO_THREAD_PAUSE = 0.5
 
 
 class Slots:
@@ -82,8 +84,7 @@ class Slots:
             )
             tasks = min(len(self._for_loop) - len(self._idle), self._concurrency - len(self._tasks))
             self._woken.notify(len(self._for_threads))
-        for _ in range(threads):
-            self._start_thread()
+        self._start_threads(threads)
         for _ in range(tasks):
             self._tasks.append(self._loop.create_task(self._consume_in_loop()))
         self._wake_tasks(len(self._for_loop))
@@ -164,6 +165,21 @@ class Slots:
         self._finished(burst)
 
     # -- threads
+
+    def _start_threads(self, count: int) -> None:
+        """As many as can be; what the system refuses now is tried again, for as long as something waits."""
+        try:
+            for _ in range(count):
+                self._start_thread()
+        except RuntimeError:
+            self._loop.call_later(_NO_THREAD_PAUSE, self._start_missing)
+
+    def _start_missing(self) -> None:
+        with self._lock:
+            missing = min(
+                len(self._for_threads) - self._idle_threads, self._most_threads - len(self._threads)
+            )
+        self._start_threads(missing)
 
     def _start_thread(self) -> None:
         thread = threading.Thread(

@@ -17,7 +17,8 @@ from sqla_jobs.events import Events
 
 __all__ = ["SUPERVISED", "Supervisor"]
 
-#: In a child's environment: the descriptor of a pipe that ends when its supervisor does.
+#: In a child's environment: the descriptor of a pipe that ends when its supervisor does; and "quiet" if it
+#: is to claim nothing (a signal could come before it is listened to).
 SUPERVISED = "SQLA_JOBS_SUPERVISED"
 
 _CANNOT_START = frozenset({2, 3, 4})
@@ -37,6 +38,7 @@ class Supervisor:
         self._events = events
         self._children: set[asyncio.subprocess.Process] = set()
         self._signals = 0
+        self._quiet = False
         self._failed: int | None = None
 
     async def run(self) -> int:
@@ -57,20 +59,42 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            loop.add_signal_handler(number, self._send, number)
-        loop.add_signal_handler(signal.SIGQUIT, self._send, signal.SIGQUIT)
+        loop.add_signal_handler(signal.SIGUSR1, self._be_quiet)
+        loop.add_signal_handler(signal.SIGUSR2, self._send, signal.SIGUSR2)
+        loop.add_signal_handler(signal.SIGQUIT, self._quit)
 
     def _stop(self) -> None:
         """Once: drain. Twice: at once. Three times: they are killed, and their leases run out."""
         self._signals += 1
         self._stopping.set()
-        self._send(signal.SIGKILL if self._signals > 2 else signal.SIGTERM)
+        # one that has heard of the end from us already (another could not start) has not heard of this one
+        first = self._signals == 1 and self._failed is not None
+        if not first:
+            self._send(signal.SIGKILL if self._signals > 2 else signal.SIGTERM)
+
+    def _quit(self) -> None:
+        self._stopping.set()
+        self._send(signal.SIGQUIT)
+
+    def _be_quiet(self) -> None:
+        """Those who come later too."""
+        self._quiet = True
+        self._send(signal.SIGUSR1)
+
+    def _fail(self, code: int) -> None:
+        """One cannot start, so none can: the others drain."""
+        if self._failed is None and not self._signals:
+            self._failed = code
+            self._stopping.set()
+            self._send(signal.SIGTERM)
 
     def _send(self, number: signal.Signals) -> None:
         for child in self._children:
-            with suppress(ProcessLookupError):
-                child.send_signal(number)
+            self._send_to(child, number)
+
+    def _send_to(self, child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            child.send_signal(number)
 
     # -- one child and its successors
 
@@ -84,8 +108,7 @@ class Supervisor:
                 return _KILLED if code < 0 else 0 if code == _RECYCLED else code
             if code in _CANNOT_START or (code == _UNREACHABLE and first):
                 self._events.emit("process.ended", exit_code=code, retry_in=None)
-                self._failed = code
-                self._stop()
+                self._fail(code)
                 return code
             if code == 0 and not self._endless:
                 return 0
@@ -104,13 +127,13 @@ class Supervisor:
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(self._pipe,),
-            env=os.environ | {SUPERVISED: str(self._pipe)},
+            env=os.environ | {SUPERVISED: f"{self._pipe}{' quiet' if self._quiet else ''}"},
             # Ctrl-C at a terminal reaches us alone: passed on as well, it would count twice
             start_new_session=True,
         )
         self._children.add(child)
-        if self._signals:
-            self._send(signal.SIGTERM)  # it came while this one was being started
+        if self._stopping.is_set():
+            self._send_to(child, signal.SIGTERM)  # it came while this one was being started
         self._events.emit("process.started", pid=child.pid)
         try:
             return await child.wait()

@@ -57,7 +57,7 @@ LINES: tuple[Mutant, ...] = (
            "            locked_by=None",
            _postgres("claim", "what_a_lost_answer_claimed_is_given_back_with_its_attempt")),
     Mutant("an orphan whose cancel was requested runs once more", 2, _S + "claim.py",
-           "            c.cancel_requested_at.is_(None),\n",
+           "        c.cancel_requested_at.is_(None),\n",
            "",
            _postgres("claim", "an_unknown_claim_that_was_cancelled_meanwhile_is_left_to_the_rescue")),
     Mutant("an orphan that is given back wakes nobody", 2, _S + "claim.py",

@@ -28,7 +28,7 @@ AT_ONCE = 2
 HANGS = 900  # seconds
 #: The statement could not run at all: class 42 of SQLSTATE, under psycopg's names, and SQLAlchemy's refusals.
 NO_STATEMENT = re.compile(
-    r"\b(?:psycopg\.errors\.(?:SyntaxError|Undefined\w+|Ambiguous\w+|Duplicate(?:Column|Alias)|GroupingError"
+    r"\b(?:psycopg\.errors\.(?:SyntaxError|Undefined(?:Column|Table|Function|Parameter)|Ambiguous\w+|Duplicate(?:Column|Alias)|GroupingError"
     r"|DatatypeMismatch|CannotCoerce|IndeterminateDatatype|InvalidColumnReference|WrongObjectType)"
     r"|sqlalchemy\.exc\.(?:CompileError|ArgumentError|NoSuchColumnError|StatementError))"
 )

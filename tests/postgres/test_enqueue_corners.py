@@ -1,4 +1,4 @@
-"""Odd places and odd arguments of enqueue: nothing is lost in silence, what cannot work is refused at once."""
+"""Odd places and odd arguments of enqueue: nothing is lost in silence, and what cannot work is refused."""
 
 import uuid
 from collections.abc import Iterator

@@ -391,7 +391,6 @@ REFUSED = {
     "a result with U+0000": judged(Returned('"\\u0000"')),
     "an error with NUL": judged(Raised("a\0b", timedelta(0))),
     "an error with a lone surrogate": judged(Raised("a\ud800b", timedelta(0))),
-    "an attempt less than none": Verdict(JobStatus.READY, attempts=-2),
 }
 
 

@@ -15,6 +15,7 @@ from sqla_jobs.store.door.faults import (
     is_read_only,
     is_retryable,
     is_rows_fault,
+    may_blame_a_row,
     sqlstate_of,
 )
 from sqla_jobs.store.door.lanes import Lane, SyncLane, Verb, lane_on
@@ -35,6 +36,7 @@ __all__ = [
     "is_retryable",
     "is_rows_fault",
     "lane_on",
+    "may_blame_a_row",
     "sqlstate_of",
     "told_pid",
     "unprepare",

@@ -15,6 +15,7 @@ __all__ = [
     "is_refused",
     "is_retryable",
     "is_rows_fault",
+    "may_blame_a_row",
     "sqlstate_of",
 ]
 
@@ -26,6 +27,8 @@ _RETRYABLE = frozenset({"40001", "40P01", "55P03"})
 _CONFUSED = frozenset({"42P05", "26000"})
 #: 08 connection exception, 53 insufficient resources, 57P0x shutdown, crash, start-up, database dropped.
 _UNREACHABLE = ("08", "53", "57P0")
+#: 53 resources, 57 operator (a statement timeout), 58 system, XX internal, 40 rollback: nothing about a row.
+_NOT_A_ROWS = ("08", "40", "53", "57", "58", "XX")
 #: 25006 read_only_sql_transaction: the old primary after a failover. Held, the connection would stay there.
 _READ_ONLY = "25006"
 
@@ -73,16 +76,29 @@ def is_refused(error: BaseException) -> bool:
 
 
 def is_rows_fault(error: Exception) -> bool:
-    """Whether one row's values are to blame: then the others must not suffer.
+    """Whether one row's values are surely to blame: then the others must not suffer.
 
-    Data (22), integrity (23), limits (54), what a user's trigger raises (P0), and values that the driver
-    cannot adapt. Not what fails for every row alike (privileges, a missing table, a full disk): that is
-    tried again, whole.
+    Data (22), integrity (23), limits (54), what a user's trigger raises without saying more (P0), and values
+    that the driver cannot adapt.
     """
     if not isinstance(error, DBAPIError):
         return not isinstance(error, (SQLAlchemyError, SqlaJobsError, OSError))
     state = sqlstate_of(error)
     return isinstance(error, DataError) if state is None else state[:2] in {"22", "23", "54", "P0"}
+
+
+def may_blame_a_row(error: Exception) -> bool:
+    """Whether it may be one row, too: a trigger may raise any code, a row security policy 42501.
+
+    Whoever asks tries the others: what fails for every row alike (privileges, a missing table) is none's
+    fault. Never what is about the connection, the server or its resources, or may simply run again.
+    """
+    if is_rows_fault(error):
+        return True
+    state = sqlstate_of(error)
+    if state is None or not isinstance(error, DBAPIError) or is_lost(error) or is_read_only(error):
+        return False
+    return not (is_retryable(error) or is_confused(error) or state.startswith(_NOT_A_ROWS))
 
 
 def brief(error: BaseException) -> str:
