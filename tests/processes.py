@@ -18,7 +18,7 @@ class WorkerProcess:
         self.log = log
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
         # what leads this process to the code under test leads that one too
-        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(folder), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment |= {"DATABASE_URL": url, "PYTHONPATH": path, "PYTHONWARNINGS": "error"}
         with log.open("ab") as file:
             self.process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """What users' code, users' tables and a bad network do to a worker: one job's outcome, never the worker's."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
@@ -10,6 +11,7 @@ import anyio
 import pytest
 from shop import Job, Order
 from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 from workers import PATIENCE, Heard, execute, finished, rows, until, until_row, working
 
@@ -510,3 +512,56 @@ async def test_a_session_closed_after_a_commit_or_a_read_is_fine(
         assert await heard.settled(1) == [JobStatus.DONE]
 
     assert rows(engine, "SELECT customer FROM orders") == [("Ada",)]
+
+
+async def test_threads_that_the_system_does_not_give_are_asked_for_again(
+    engine: Engine, database_url: str, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @jobs.task(name="job")
+    def job() -> None: ...
+
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def sometimes(self: threading.Thread) -> None:
+        if self.name.startswith("sqla_jobs handler") and len(refused) < 2:
+            refused.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", sometimes)
+    for _ in range(3):
+        put(engine, job)
+
+    async with working(jobs, database_url, concurrency=2) as (_, heard):
+        assert await heard.settled(3) == [JobStatus.DONE] * 3
+
+    assert len(refused) == 2
+
+
+@pytest.mark.parametrize("form", ["sync", "async"])
+async def test_a_stop_while_a_silent_host_is_asked_for_a_connection_is_over_soon(
+    jobs: Jobs, form: str
+) -> None:
+    @jobs.task(name="job")
+    async def job() -> None: ...
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        url = f"postgresql+psycopg://nobody@127.0.0.1:{silent.getsockname()[1]}/none"
+        sync, asynchronous = create_engine(url), create_async_engine(url)
+        options: dict[str, Any] = {"engine": sync} if form == "sync" else {"async_engine": asynchronous}
+        worker = Worker(jobs, drain_timeout=timedelta(seconds=1), **options)
+        running = asyncio.create_task(worker.run())
+        connection, _ = await asyncio.get_running_loop().sock_accept(silent)
+        began = asyncio.get_running_loop().time()
+        worker.stop()
+        code = await running
+        took = asyncio.get_running_loop().time() - began
+        connection.close()
+
+    assert code == 0
+    assert took < 3
+    assert worker.left_behind
+    sync.dispose()
+    await asynchronous.dispose()

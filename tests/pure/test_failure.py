@@ -2,7 +2,7 @@
 
 import pytest
 
-from sqla_jobs.worker.failure import LIMIT, describe, storable
+from sqla_jobs.worker.failure import LIMIT, describe, forget_frames, storable
 
 
 def caught(error: BaseException) -> BaseException:
@@ -69,3 +69,57 @@ def test_a_deep_recursion_keeps_its_innermost_frames_only() -> None:
 
     assert len(text.encode()) <= LIMIT
     assert "raise ValueError" in text
+
+
+class Odd(Exception):
+    """As a cause it cannot even be asked whether it is there."""
+
+    def __bool__(self) -> bool:
+        raise SystemExit("in __bool__")
+
+
+class Secretive(Exception):
+    """Nothing may be asked of it, and nothing set."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise SystemExit("in __getattribute__")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise SystemExit("in __setattr__")
+
+
+class Lying(Exception):
+    @property
+    def __cause__(self) -> BaseException | None:  # type: ignore[override]
+        raise KeyboardInterrupt
+
+
+def caused(error: BaseException, cause: BaseException) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as raised:
+        return raised
+
+
+def made(which: str) -> BaseException:
+    """Made here: pytest looks at what a test is parametrized with."""
+    match which:
+        case "odd cause":
+            return caused(ValueError("x"), Odd())
+        case "secretive":
+            return caught(Secretive())
+        case "lying":
+            return caught(Lying())
+        case _:
+            return caused(ValueError("x"), Secretive())
+
+
+@pytest.mark.parametrize("which", ["odd cause", "secretive", "lying", "secretive cause"])
+def test_an_error_whose_attributes_raise_is_described_and_let_go(which: str) -> None:
+    error = made(which)
+
+    text = describe(error)
+    forget_frames(error)
+
+    assert text.partition(":")[0].splitlines()[0] == type(error).__qualname__
+    assert vars(BaseException)["__traceback__"].__get__(error) is None

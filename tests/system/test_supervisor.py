@@ -1,10 +1,12 @@
 """Several processes under one, signals in three steps, and what a start only checks."""
 
+import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 from workers import rows, until, until_row
 
-from sqla_jobs.tasks import Task, enqueue
+from sqla_jobs.tasks import Jobs, Task, enqueue
 
 pytestmark = pytest.mark.system
 
@@ -226,3 +228,71 @@ def test_check_says_whether_a_worker_could_start(
     assert re.match("a worker could start: queues default, files, .*mail.*; kinds shop.append_line, ", said)
     assert check(empty_database_url) == (4, "")
     assert check("postgresql://127.0.0.1:1/nowhere", "--startup-timeout", "1s") == (5, "")
+
+
+async def test_sigquit_ends_the_supervisor_and_its_children_at_once(
+    engine: Engine, database_url: str, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    with worker_process(database_url, tmp_path / "log", "--processes", "2", *QUICK) as worker:
+        pids = await started(worker, 2)
+        put(engine, shop.hold, str(trace), "one", 30.0)
+        await until_row(engine, "SELECT 1 FROM background_jobs WHERE status = 'running'")
+        worker.process.send_signal(signal.SIGQUIT)
+        code = worker.wait()
+
+    assert code == 1
+    assert not any(alive(pid) for pid in pids)
+    assert worker.text().count("process.started") == 2
+
+
+async def test_the_successor_of_a_quiet_child_is_quiet(
+    engine: Engine, database_url: str, tmp_path: Path
+) -> None:
+    with worker_process(database_url, tmp_path / "log", "--processes", "2", *QUICK) as worker:
+        pids = await started(worker, 2)
+        await until(lambda: worker.text().count("listen.connected") >= 2)
+        worker.process.send_signal(signal.SIGUSR1)
+        await until(lambda: worker.text().count("worker.quiet") == 2)
+        os.kill(min(pids), signal.SIGKILL)
+        await started(worker, 3)
+        await until(lambda: worker.text().count("listen.connected") >= 3)
+        put(engine, shop.append_line, str(tmp_path / "trace"), "no")
+        await asyncio.sleep(1.0)  # nothing is to happen: several polls, and the wake-up
+        code = worker.stop()
+
+    assert code == 0
+    assert rows(engine, "SELECT status, fencing_token FROM background_jobs") == [("ready", 0)]
+
+
+async def test_a_process_ends_although_a_handlers_own_thread_does_not(
+    engine: Engine, database_url: str, tmp_path: Path
+) -> None:
+    """A coroutine past its limit leaves what it gave to to_thread behind; Python would wait for that."""
+    (tmp_path / "threads.py").write_text(
+        "import asyncio, time\n"
+        "from datetime import timedelta\n"
+        "from shop import Job\n"
+        "from sqla_jobs import Jobs, Retry\n"
+        "jobs = Jobs(Job)\n"
+        "@jobs.task(name='job', queue='files', timeout=timedelta(seconds=0.2), retry=Retry(delay=timedelta(hours=1)))\n"
+        "async def job() -> None:\n"
+        "    await asyncio.to_thread(time.sleep, 60)\n",
+        encoding="utf-8",
+    )
+    jobs = Jobs(shop.Job)
+    remote = jobs.remote("job", queue="files")
+    with Session(engine) as session, session.begin():
+        enqueue(session, remote)
+
+    options = ("--drain-timeout", "2s", *QUICK)
+    with worker_process(
+        database_url, tmp_path / "log", *options, app="threads:jobs", folder=tmp_path
+    ) as worker:
+        await until_row(engine, "SELECT 1 FROM background_jobs WHERE last_error IS NOT NULL")
+        began = time.monotonic()
+        code = worker.stop()
+        took = time.monotonic() - began
+
+    assert code == 0
+    assert took < 5
