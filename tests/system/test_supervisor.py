@@ -275,7 +275,8 @@ async def test_a_process_ends_although_a_handlers_own_thread_does_not(
         "from shop import Job\n"
         "from sqla_jobs import Jobs, Retry\n"
         "jobs = Jobs(Job)\n"
-        "@jobs.task(name='job', queue='files', timeout=timedelta(seconds=0.2), retry=Retry(delay=timedelta(hours=1)))\n"
+        "retry = Retry(delay=timedelta(hours=1))\n"
+        "@jobs.task(name='job', queue='files', timeout=timedelta(seconds=0.2), retry=retry)\n"
         "async def job() -> None:\n"
         "    await asyncio.to_thread(time.sleep, 60)\n",
         encoding="utf-8",
