@@ -365,6 +365,14 @@ def select_statement(
     values = _values(binds) | {"payload": payload}
     for name, value in _same_in_every_row(mapper, jobs, options).items():
         values[name] = bindparam(f"user_{name}", value, type_=jobs.c[name].type)
+    for column_ in jobs.c:
+        default: Any = column_.default
+        if default is None or column_.name in values:
+            continue
+        if default.is_clause_element:
+            values[column_.name] = default.arg
+        elif default.is_sequence:
+            values[column_.name] = default.next_value()
     rows = select(*[expression.label(f"put_{name}") for name, expression in values.items()])
     statement = insert(jobs).from_select(list(values), rows.select_from(source), include_defaults=False)
     return statement.execution_options(preserve_rowcount=True)  # else SQLAlchemy forgets it for an INSERT
@@ -376,6 +384,8 @@ def _same_in_every_row(mapper: Mapper[Any], jobs: Table, options: Options) -> di
         default: Any = column_.default
         if default is None or column_.name in own_columns() or column_.name in given:
             continue
+        if default.is_clause_element or default.is_sequence:
+            continue  # the database can: select_statement
         if not default.is_scalar:
             raise ConfigurationError(
                 f"column {column_.name!r} of {jobs.name} has a default in Python, which no select can call: "

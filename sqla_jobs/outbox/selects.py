@@ -100,9 +100,7 @@ def _renderings(type_: TypeEngine[Any]) -> list[tuple[Any, Rendering]]:
     if isinstance(type_, JSON):
         return [(_ANYTHING, lambda column: cast(column, JSONB))]
     if isinstance(type_, Enum):
-        return (
-            [(str(type_.enums[0]), lambda column: func.to_jsonb(cast(column, Text)))] if type_.enums else []
-        )
+        return _of_enum(type_)
     if isinstance(type_, String):
         return [("", as_it_is)]
     if isinstance(type_, ARRAY):
@@ -113,6 +111,25 @@ def _renderings(type_: TypeEngine[Any]) -> list[tuple[Any, Rendering]]:
         if isinstance(type_, cls):
             return list(found)
     return []
+
+
+def _of_enum(type_: Enum) -> list[tuple[Any, Rendering]]:
+    """The database has labels, by default the names of the members; a handler reads their values."""
+    if not type_.enums:
+        return []
+    as_text: Rendering = lambda column: func.to_jsonb(cast(column, Text))  # noqa: E731
+    members = getattr(type_.enum_class, "__members__", {}).values()
+    label_of: Any = type_._db_value_for_elem
+    labels = {label_of(member): member.value for member in members}
+    if all(label == value for label, value in labels.items()):
+        return [(str(type_.enums[0]), as_text)]
+    # by value, whatever the labels; a label may be the value of another member
+    whens = [(cast(literal(label, Text), Text), literal(value, JSONB)) for label, value in labels.items()]
+
+    def by_value(column: Any) -> ColumnElement[Any]:
+        return case(*[(cast(column, Text) == label, value) for label, value in whens])
+
+    return [(next(iter(labels.values())), by_value)]
 
 
 def _interval(column: Any) -> ColumnElement[Any]:

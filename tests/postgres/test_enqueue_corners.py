@@ -1,5 +1,6 @@
 """Odd places and odd arguments of enqueue: nothing is lost in silence, and what cannot work is refused."""
 
+import enum
 import uuid
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -197,6 +198,54 @@ def test_entities_that_cannot_be_hashed_do_not_matter_to_a_select(own: Engine) -
         handle = enqueue_select(session, one, select(Item.id.label("item")))
 
     assert handle.count == 1
+
+
+class Swapped(enum.Enum):
+    """The values are the names of other members."""
+
+    RED = "BLUE"
+    BLUE = "RED"
+
+
+class Numbered(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+@pytest.mark.parametrize("members", [Swapped, Numbered])
+def test_a_select_of_an_enum_gives_the_handler_its_own_member(own: Engine, members: Any) -> None:
+    class Base(DeclarativeBase):
+        pass
+
+    class EnumJob(JobMixin, Base):
+        __tablename__ = "enum_jobs"
+        made_at: Mapped[datetime | None] = mapped_column(sa.DateTime(timezone=True), default=func.now())
+
+    class Item(Base):
+        __tablename__ = "items"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[Any] = mapped_column(sa.Enum(members))
+
+    enum_jobs, got = Jobs(EnumJob), []
+
+    def takes(kind: Any) -> None:
+        got.append(kind)
+
+    takes.__annotations__["kind"] = members
+    task: Any = enum_jobs.task(name="takes")(takes)
+    Base.metadata.create_all(own)
+    every = list(members)
+    with Session(own) as session, session.begin():
+        session.add_all([Item(id=number, kind=each) for number, each in enumerate(every)])
+        session.flush()
+        handle = enqueue_select(session, task, select(Item.kind.label("kind")).order_by(Item.id))
+    with own.begin() as connection:
+        while run_next(connection, enum_jobs):
+            pass
+
+    assert handle.count == 2
+    assert sorted(got, key=every.index) == every
+    assert rows(own, "SELECT count(*) FROM enum_jobs_archive WHERE made_at IS NOT NULL") == [(2,)]
 
 
 # -- unique keys made of arguments

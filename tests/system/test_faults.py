@@ -101,11 +101,11 @@ class Scene:
         return sessions(self.engine), self.worker.descriptors()
 
     async def back_to_the_start(self) -> None:
-        """Within two, or this waits until its deadline."""
+        """At most two more, or this waits until its deadline. Fewer: so many were not needed at once."""
 
         def is_back() -> bool:
             now = self.measured()
-            return all(abs(one - other) <= 2 for one, other in zip(now, self.before, strict=True))
+            return all(one - other <= 2 for one, other in zip(now, self.before, strict=True))
 
         await until(is_back)
 
