@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from mutants.table import MUTANTS, Mutant  # noqa: E402
 
-AT_ONCE = 2
+AT_ONCE = 6  # copies; most tests wait most of their time
 HANGS = 900  # seconds
 #: The statement could not run at all: class 42 of SQLSTATE, under psycopg's names, and SQLAlchemy's refusals.
 NO_STATEMENT = re.compile(
@@ -73,7 +73,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], *options: str) -> tuple[int, s
     """pytest's exit code and output, in this copy."""
     # --tb=native: the longer forms parse the source, which fails after a mutant's endless recursion
     command = [sys.executable, "-m", "pytest", "-q", "--tb=native", "-p", "no:cacheprovider", "--timeout=90"]
-    command += ["-n", "0"]  # two copies are tested at once already
+    command += ["-n", "0"]  # several copies are tested at once already
     done = subprocess.run(
         [*command, *options, *tests],
         cwd=tree,
