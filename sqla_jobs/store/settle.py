@@ -349,13 +349,19 @@ def _settle_in_place(
 
 
 def settle_within(
-    connection: Connection, tables: Tables, entry: Entry, *, retention: Retention
+    connection: Connection,
+    tables: Tables,
+    entry: Entry,
+    *,
+    retention: Retention,
+    check_now: bool = False,
 ) -> Settled | None:
     """Write one verdict as part of the caller's transaction; None when the lease is lost.
 
     Waits for its row instead of skipping it: the worker's own prolongation may hold it for a moment. In a
     savepoint: what cannot be archived ends in place, and costs nothing of what the caller wrote. Whoever
-    calls sets a lock_timeout and rolls back on None. Raises what cannot be written at all.
+    calls sets a lock_timeout and rolls back on None. `check_now`: nobody goes on with the transaction, so its
+    deferred constraints are looked at here. Raises what cannot be written at all.
     """
     simple = _is_simple(entry[1])
     statement = (
@@ -364,7 +370,8 @@ def settle_within(
     connection.execute(_SAVEPOINT)
     try:
         answer = _write(connection, statement, retention, simple, [entry])
-        connection.execute(_CHECK_NOW)
+        if check_now:
+            connection.execute(_CHECK_NOW)
         if not answer.unchanged:
             return Settled(written=[entry]) if answer.ids else None
         reason = UNCHANGED
@@ -380,7 +387,8 @@ def settle_within(
         connection.execute(_BACK_TO_IT)
     statement = mixed_statement(tables, expired=False, wait=True, in_place=True)
     answer = _write(connection, statement, retention, False, [entry])
-    connection.execute(_CHECK_NOW)  # what still fails here is the handler's own work
+    if check_now:
+        connection.execute(_CHECK_NOW)  # what still fails here is the handler's own work
     if answer.unchanged:
         raise SqlaJobsError(f"job {entry[0].id} cannot be settled: {UNCHANGED}")
     return Settled(written=[entry], kept=[(entry, reason)]) if answer.ids else None

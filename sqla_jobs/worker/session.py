@@ -218,7 +218,8 @@ def _settled(
     for attempt in count(1):
         session.settling = time.monotonic()  # the server has answered: the network is there
         try:
-            return settle_within(outer, tables, entry, retention=retention)
+            last = not session.on_given_connection  # its owner's constraints stay deferred
+            return settle_within(outer, tables, entry, retention=retention, check_now=last)
         except Exception as error:
             if not is_retryable(error) or attempt == _TRIES:
                 raise

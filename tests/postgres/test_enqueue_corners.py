@@ -541,6 +541,21 @@ def test_run_next_leaves_the_settings_of_the_transaction_as_they_were(engine: En
         assert connection.scalar(text("SELECT count(*) FROM orders")) == 1
 
 
+def test_run_next_leaves_deferred_constraints_of_the_transaction_deferred(engine: Engine, jobs: Jobs) -> None:
+    @jobs.task(name="job")
+    def job(ctx: JobContext) -> None:
+        ctx.session.add(Order(customer="Ada"))
+
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE once (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
+        with Session(connection) as session:
+            enqueue(session, job)
+            session.commit()
+        assert run_next(connection, jobs) is not None
+        connection.execute(text("INSERT INTO once VALUES (1), (1)"))  # mended before the commit
+        connection.execute(text("DELETE FROM once"))
+
+
 def lock_timeout(connection: Connection) -> object:
     return connection.scalar(text("SHOW lock_timeout"))
 
